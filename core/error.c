@@ -1,0 +1,32 @@
+#include "core/error.h"
+
+#include <stdio.h>
+#include <string.h>
+
+bool cg_fail_va(cg_error *error, cg_code code, const char *format, va_list args) {
+    if (error && error->code == CG_OK) {
+        error->code = code;
+        vsnprintf(error->text, sizeof error->text, format, args);
+    }
+    return false;
+}
+
+bool cg_fail(cg_error *error, cg_code code, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    cg_fail_va(error, code, format, args);
+    va_end(args);
+    return false;
+}
+
+void cg_error_at(cg_error *error, const char *format, ...) {
+    if (!error || error->code == CG_OK) return;
+    char sentence[CG_ERROR_TEXT];
+    memcpy(sentence, error->text, sizeof sentence);
+    va_list args;
+    va_start(args, format);
+    int n = vsnprintf(error->text, sizeof error->text, format, args);
+    va_end(args);
+    if (n < 0 || n >= CG_ERROR_TEXT - 3) n = CG_ERROR_TEXT - 3;
+    snprintf(error->text + n, sizeof error->text - (size_t)n, ": %s", sentence);
+}

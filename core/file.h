@@ -1,0 +1,24 @@
+/* Whole files, read and written safely. */
+#ifndef CG_CORE_FILE_H
+#define CG_CORE_FILE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "core/error.h"
+
+/* Read a whole regular file into malloc'd memory with one 0 byte behind it. Refuses more than max_bytes. */
+bool cg_file_read(const char *path, size_t max_bytes, char **data, size_t *bytes, cg_error *error);
+
+/* A file that appears whole or not at all: written beside its place as PATH.tmp, then fsync, rename and
+ * fsync of the folder. Until commit, and when anything fails, an older PATH stays as it was. */
+typedef struct cg_file_writer cg_file_writer;
+cg_file_writer *cg_file_begin(const char *path, cg_error *error);
+bool cg_file_write(cg_file_writer *writer, const void *data, size_t bytes, cg_error *error);
+bool cg_file_commit(cg_file_writer *writer, cg_error *error); /* frees the writer, also on failure */
+void cg_file_cancel(cg_file_writer *writer);                  /* removes PATH.tmp; NULL is fine */
+
+/* Make a folder and its parents. */
+bool cg_folder_make(const char *path, cg_error *error);
+
+#endif

@@ -1,0 +1,35 @@
+/* Matrix products: a thin front over oneDNN (f32) and a plain blocked loop (f64, which oneDNN lacks).
+ *
+ * The product is cut into tiles of C whose size depends on the shape alone; each tile is one single-threaded
+ * oneDNN call. So an element has the same bits on any number of threads. All scratch that oneDNN asks for
+ * comes from the caller's workspace; compiled kernels are cached by shape for the life of the process.
+ */
+#ifndef CG_CORE_GEMM_H
+#define CG_CORE_GEMM_H
+
+#include "core/tensor.h"
+
+/* C[m,n] = op(A)[m,k] op(B)[k,n], or += when accumulate. Row-major; ld = distance of two rows as stored.
+ * trans_a: A is stored [k,m]; trans_b: B is stored [n,k]. dtype is CG_F32 or CG_F64. m, n or k may be 0. */
+typedef struct cg_gemm {
+    cg_dtype dtype;
+    bool trans_a, trans_b, accumulate;
+    int64_t m, n, k;
+    int64_t lda, ldb, ldc;
+} cg_gemm;
+
+/* The product with dense leading dimensions. */
+cg_gemm cg_gemm_dense(cg_dtype dtype, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k);
+
+/* Bytes of workspace that cg_gemm_run needs; the same for any number of threads. May compile kernels. */
+size_t cg_gemm_workspace(const cg_gemm *gemm);
+
+/* Run on all threads in use. Must not be called inside a parallel region. Fails only when oneDNN does. */
+bool cg_gemm_run(const cg_gemm *gemm, const void *a, const void *b, void *c, void *workspace, cg_error *error);
+
+/* The same for one tile on the calling thread alone, for use inside a parallel region; gives the same bits
+ * as cg_gemm_run. One piece of scratch per thread slot. */
+size_t cg_gemm_serial_workspace(const cg_gemm *gemm);
+bool cg_gemm_serial(const cg_gemm *gemm, const void *a, const void *b, void *c, void *workspace, cg_error *error);
+
+#endif

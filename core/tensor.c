@@ -1,0 +1,49 @@
+#include "core/tensor.h"
+
+#include <stdio.h>
+
+static const struct {
+    const char *name;
+    size_t bytes;
+} dtypes[CG_DTYPES] = {
+    [CG_F32] = {"f32", 4}, [CG_F64] = {"f64", 8}, [CG_I32] = {"i32", 4}, [CG_BF16] = {"bf16", 2},
+    [CG_F16] = {"f16", 2}, [CG_I64] = {"i64", 8}, [CG_U8] = {"u8", 1},
+};
+
+size_t cg_dtype_bytes(cg_dtype dtype) { return dtypes[dtype].bytes; }
+
+const char *cg_dtype_name(cg_dtype dtype) { return dtypes[dtype].name; }
+
+bool cg_dtype_is_real(cg_dtype dtype) { return dtype == CG_F32 || dtype == CG_F64; }
+
+bool cg_shape_equal(const cg_shape *a, const cg_shape *b) {
+    if (a->n_dims != b->n_dims) return false;
+    for (int i = 0; i < a->n_dims; i++)
+        if (a->dims[i] != b->dims[i]) return false;
+    return true;
+}
+
+int64_t cg_shape_count(const cg_shape *shape) {
+    int64_t count = 1;
+    bool too_large = false;
+    for (int i = 0; i < shape->n_dims; i++) {
+        if (shape->dims[i] < 0) return INT64_MAX;
+        if (shape->dims[i] == 0) return 0; /* an empty tensor is empty however large its other sides are */
+        too_large |= __builtin_mul_overflow(count, shape->dims[i], &count);
+    }
+    return too_large ? INT64_MAX : count;
+}
+
+int64_t cg_tensor_bytes(cg_dtype dtype, const cg_shape *shape) {
+    int64_t bytes;
+    if (__builtin_mul_overflow(cg_shape_count(shape), (int64_t)cg_dtype_bytes(dtype), &bytes)) return INT64_MAX;
+    return bytes;
+}
+
+const char *cg_shape_text(const cg_shape *shape, char *text, size_t text_bytes) {
+    size_t n = (size_t)snprintf(text, text_bytes, "[");
+    for (int i = 0; i < shape->n_dims && n < text_bytes; i++)
+        n += (size_t)snprintf(text + n, text_bytes - n, "%s%lld", i ? ", " : "", (long long)shape->dims[i]);
+    if (n < text_bytes) snprintf(text + n, text_bytes - n, "]");
+    return text;
+}

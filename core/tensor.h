@@ -1,0 +1,67 @@
+/* Dtypes, shapes and tensors. A tensor is contiguous, row-major, last dimension fastest.
+ *
+ * The letters used for dimensions everywhere:
+ *   T  packed token rows        C   compressed rows          K   compressed rows chosen per token
+ *   H  attention heads          D   attention head size      W   sliding window, the token itself included
+ *   Hi indexer heads            Di  indexer head size        B   segments (documents) in the packed rows
+ *   V  vocabulary               G R output groups and rank   m   tokens per compressed row (ratio)
+ */
+#ifndef CG_CORE_TENSOR_H
+#define CG_CORE_TENSOR_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "core/error.h"
+
+typedef enum cg_dtype {
+    CG_F32,
+    CG_F64,
+    CG_I32,
+    CG_BF16, /* files only, until the engine stores it */
+    CG_F16,  /* files only */
+    CG_I64,  /* files only */
+    CG_U8,   /* files only */
+    CG_DTYPES
+} cg_dtype;
+
+enum { CG_MAX_DIMS = 6 };
+
+typedef struct cg_shape {
+    int n_dims;
+    int64_t dims[CG_MAX_DIMS];
+} cg_shape;
+
+typedef struct cg_tensor {
+    cg_dtype dtype;
+    cg_shape shape;
+    void *data;
+} cg_tensor;
+
+/* Bytes of one element. */
+size_t cg_dtype_bytes(cg_dtype dtype);
+
+/* "f32", "f64", "i32", "bf16", "f16", "i64", "u8". */
+const char *cg_dtype_name(cg_dtype dtype);
+
+/* True for f32 and f64, the dtypes that kernels compute in. */
+bool cg_dtype_is_real(cg_dtype dtype);
+
+/* The shape with the given sizes: CG_SHAPE(T, D). */
+#define CG_SHAPE(...)                                                                                        \
+    ((cg_shape){(int)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), {__VA_ARGS__}})
+
+bool cg_shape_equal(const cg_shape *a, const cg_shape *b);
+
+/* Elements, 1 for a scalar shape of no dimension. INT64_MAX when the product does not fit 63 bits, or a
+ * size is negative: compare with a limit before use. */
+int64_t cg_shape_count(const cg_shape *shape);
+
+/* Bytes, checked the same way: INT64_MAX when they do not fit. */
+int64_t cg_tensor_bytes(cg_dtype dtype, const cg_shape *shape);
+
+/* "[40, 8, 16]" into `text`; returns `text`. */
+const char *cg_shape_text(const cg_shape *shape, char *text, size_t text_bytes);
+
+#endif
