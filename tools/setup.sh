@@ -94,7 +94,8 @@ install_packages() {
     esac
     if [ -n "$MISSING" ]; then
         # shellcheck disable=SC2086 # one word a package
-        apt install -y --no-install-recommends $MISSING || die "could not install: $MISSING"
+        apt install -y --no-install-recommends $MISSING || die "could not install: $MISSING" \
+            "(on Ubuntu some of them are in the component universe)"
     fi
     if [ $pip_cmake = yes ]; then
         install_cmake_with_pip || die "CMake >= $CMAKE_MINIMUM is missing and this release has $version; please" \
