@@ -1,0 +1,474 @@
+/* How a product is cut, which depends on its shape alone:
+ *
+ *   C into tiles of mt x nt, one thread each; k into blocks of kt, added up in order, first to last.
+ *
+ * Blocks of k keep the copies of the operands in the second-level cache and bound the workspace, however
+ * long k is. Within a block an f32 tile is one call of oneDNN's "brg" kernels, the only ones that do not
+ * allocate packing buffers behind the plan. They take dense operands only, so the block of an operand that
+ * has a longer leading dimension is copied to the workspace first. Where oneDNN has no such kernel
+ * (processors without AVX-512, some shapes), for f64, and for products so small that its call would cost
+ * more than the work, a plain kernel in this file does the same work.
+ */
+#include "core/gemm.h"
+
+#include <omp.h>
+#include <oneapi/dnnl/dnnl.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/threads.h"
+
+static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
+static int64_t round_up(int64_t n, int64_t step) { return parts_of(n, step) * step; }
+static size_t aligned(int64_t bytes) { return (size_t)round_up(bytes, 64); }
+
+/* ---- The plain kernel: panels of PLAIN_ROWS rows of A against panels of two vectors of columns of B ---- */
+
+#if defined(__AVX512F__)
+enum { VECTOR_BYTES = 64, PLAIN_ROWS = 8 };
+#elif defined(__AVX2__)
+enum { VECTOR_BYTES = 32, PLAIN_ROWS = 4 }; /* 16 registers hold 4 x 2 sums and their operands */
+#else
+enum { VECTOR_BYTES = 16, PLAIN_ROWS = 4 };
+#endif
+
+static int plain_cols(cg_dtype dtype) { return 2 * VECTOR_BYTES / (int)cg_dtype_bytes(dtype); }
+
+/* An element is the fused sum over the block in order of k, whatever panel or lane it falls in: the panels
+ * differ in how many elements they carry, not in how one is computed. Panels are padded with zeros, which
+ * only meet elements that are never stored. */
+#define DEFINE_PLAIN(real, suffix)                                                                             \
+    typedef real vec_##suffix __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));    \
+    enum { LANES_##suffix = VECTOR_BYTES / sizeof(real), COLS_##suffix = 2 * LANES_##suffix };                 \
+                                                                                                               \
+    /* panel[k][lane] = src[lane * lane_step + k * k_step] */                                                  \
+    static void pack_##suffix(real *restrict panel, const real *restrict src, int64_t lane_step,               \
+                              int64_t k_step, int64_t used, int64_t lanes, int64_t depth) {                    \
+        if (lane_step == 1) {                                                                                  \
+            for (int64_t k = 0; k < depth; k++) {                                                              \
+                for (int64_t lane = 0; lane < used; lane++) panel[k * lanes + lane] = src[k * k_step + lane];  \
+                for (int64_t lane = used; lane < lanes; lane++) panel[k * lanes + lane] = 0;                   \
+            }                                                                                                  \
+            return;                                                                                            \
+        }                                                                                                      \
+        for (int64_t lane = 0; lane < lanes; lane++)                                                           \
+            for (int64_t k = 0; k < depth; k++)                                                                \
+                panel[k * lanes + lane] = lane < used ? src[lane * lane_step + k * k_step] : 0;                \
+    }                                                                                                          \
+                                                                                                               \
+    static inline __attribute__((always_inline)) void micro_##suffix(                                          \
+        const int rows, const int vecs, int64_t depth, const real *a, const real *b, real *c, int64_t ldc,     \
+        int64_t used_rows, int64_t used_cols, bool add) {                                                      \
+        vec_##suffix sum[PLAIN_ROWS][2] = {0};                                                                 \
+        for (int64_t k = 0; k < depth; k++) {                                                                  \
+            vec_##suffix b0 = *(const vec_##suffix *)(b + k * COLS_##suffix), b1 = {0};                        \
+            if (vecs == 2) b1 = *(const vec_##suffix *)(b + k * COLS_##suffix + LANES_##suffix);               \
+            _Pragma("GCC unroll 8") for (int i = 0; i < rows; i++) {                                           \
+                sum[i][0] += a[k * PLAIN_ROWS + i] * b0;                                                       \
+                if (vecs == 2) sum[i][1] += a[k * PLAIN_ROWS + i] * b1;                                        \
+            }                                                                                                  \
+        }                                                                                                      \
+        _Pragma("GCC unroll 8") for (int i = 0; i < rows; i++) {                                               \
+            if (i >= used_rows) break;                                                                         \
+            real *row = c + i * ldc;                                                                           \
+            _Pragma("GCC unroll 2") for (int v = 0; v < vecs; v++) {                                           \
+                int64_t cols = used_cols - v * LANES_##suffix;                                                 \
+                real *out = row + v * LANES_##suffix;                                                          \
+                if (cols >= LANES_##suffix) {                                                                  \
+                    vec_##suffix *whole = (vec_##suffix *)out;                                                 \
+                    if (add)                                                                                   \
+                        *whole += sum[i][v];                                                                   \
+                    else                                                                                       \
+                        *whole = sum[i][v];                                                                    \
+                    continue;                                                                                  \
+                }                                                                                              \
+                real edge[LANES_##suffix];                                                                     \
+                memcpy(edge, &sum[i][v], sizeof edge);                                                         \
+                for (int64_t j = 0; j < cols; j++) out[j] = add ? out[j] + edge[j] : edge[j];                  \
+            }                                                                                                  \
+        }                                                                                                      \
+    }                                                                                                          \
+                                                                                                               \
+    static void plain_##suffix(int64_t m, int64_t n, int64_t depth, const real *a, int64_t a_row, int64_t a_k, \
+                               const real *b, int64_t b_col, int64_t b_k, real *c, int64_t ldc, bool add,      \
+                               real *packed_a, real *packed_b) {                                               \
+        for (int64_t i = 0; i < m; i += PLAIN_ROWS)                                                            \
+            pack_##suffix(packed_a + i * depth, a + i * a_row, a_row, a_k, min64(m - i, PLAIN_ROWS),           \
+                          PLAIN_ROWS, depth);                                                                  \
+        for (int64_t j = 0; j < n; j += COLS_##suffix) {                                                       \
+            int64_t cols = min64(n - j, COLS_##suffix);                                                        \
+            pack_##suffix(packed_b, b + j * b_col, b_col, b_k, cols, COLS_##suffix, depth);                    \
+            for (int64_t i = 0; i < m; i += PLAIN_ROWS) {                                                      \
+                int64_t rows = min64(m - i, PLAIN_ROWS);                                                       \
+                const real *panel = packed_a + i * depth;                                                      \
+                real *out = c + i * ldc + j;                                                                   \
+                if (cols > LANES_##suffix) {                                                                   \
+                    if (rows > 4)                                                                              \
+                        micro_##suffix(PLAIN_ROWS, 2, depth, panel, packed_b, out, ldc, rows, cols, add);      \
+                    else if (rows > 1)                                                                         \
+                        micro_##suffix(4, 2, depth, panel, packed_b, out, ldc, rows, cols, add);               \
+                    else                                                                                       \
+                        micro_##suffix(1, 2, depth, panel, packed_b, out, ldc, rows, cols, add);               \
+                } else {                                                                                       \
+                    if (rows > 4)                                                                              \
+                        micro_##suffix(PLAIN_ROWS, 1, depth, panel, packed_b, out, ldc, rows, cols, add);      \
+                    else if (rows > 1)                                                                         \
+                        micro_##suffix(4, 1, depth, panel, packed_b, out, ldc, rows, cols, add);               \
+                    else                                                                                       \
+                        micro_##suffix(1, 1, depth, panel, packed_b, out, ldc, rows, cols, add);               \
+                }                                                                                              \
+            }                                                                                                  \
+        }                                                                                                      \
+    }
+
+DEFINE_PLAIN(float, f32)
+DEFINE_PLAIN(double, f64)
+
+/* ---- oneDNN kernels, kept by shape for the life of the process ---- */
+
+typedef struct seat { /* what one thread needs to call a kernel; a seat in use is busy */
+    atomic_flag busy;
+    dnnl_stream_t stream;
+    dnnl_memory_t a, b, c, scratch;
+} seat;
+
+typedef struct kernel {
+    struct kernel *next;
+    bool trans_a, trans_b;
+    int64_t m, n, k;
+    dnnl_primitive_t primitive; /* NULL: oneDNN has none that keeps to the workspace */
+    dnnl_memory_desc_t a, b, c, scratch;
+    size_t scratch_bytes;
+    seat seats[]; /* one for each thread slot */
+} kernel;
+
+enum { BUCKETS = 4096 };
+static _Atomic(kernel *) buckets[BUCKETS]; /* lists that only grow at their head, so readers need no lock */
+static pthread_mutex_t compile_lock = PTHREAD_MUTEX_INITIALIZER;
+static dnnl_engine_t engine;
+
+static bool dnnl_fail(cg_error *error, const char *what, dnnl_status_t status, int64_t m, int64_t n,
+                      int64_t k) {
+    return cg_fail(error, CG_FAILED, "gemm: oneDNN could not %s for m=%lld n=%lld k=%lld (status %d)", what,
+                   (long long)m, (long long)n, (long long)k, (int)status);
+}
+
+static dnnl_status_t matrix_desc(dnnl_memory_desc_t *desc, int64_t rows, int64_t cols, bool trans) {
+    dnnl_dims_t dims = {rows, cols}, strides = {trans ? 1 : cols, trans ? rows : 1};
+    return dnnl_memory_desc_init_by_strides(desc, 2, dims, dnnl_f32, strides);
+}
+
+/* The first implementation whose name starts with "brg". The others allocate their own packing buffers. */
+static dnnl_status_t choose(kernel *kern, const dnnl_matmul_desc_t *matmul, dnnl_primitive_attr_t attr) {
+    dnnl_primitive_desc_iterator_t iterator;
+    dnnl_status_t status =
+        dnnl_primitive_desc_iterator_create(&iterator, (const_dnnl_op_desc_t)matmul, attr, engine, NULL);
+    if (status == dnnl_unimplemented) return dnnl_success;
+    if (status != dnnl_success) return status;
+    do {
+        dnnl_primitive_desc_t desc = dnnl_primitive_desc_iterator_fetch(iterator);
+        const char *name = "";
+        dnnl_primitive_desc_query(desc, dnnl_query_impl_info_str, 0, &name);
+        bool good = strncmp(name, "brg", 3) == 0;
+        if (good) {
+            const dnnl_memory_desc_t *scratch = dnnl_primitive_desc_query_md(desc, dnnl_query_scratchpad_md, 0);
+            kern->scratch = *scratch;
+            kern->scratch_bytes = dnnl_memory_desc_get_size(scratch);
+            status = dnnl_primitive_create(&kern->primitive, desc);
+        }
+        dnnl_primitive_desc_destroy(desc);
+        if (good) break;
+    } while (dnnl_primitive_desc_iterator_next(iterator) == dnnl_success);
+    dnnl_primitive_desc_iterator_destroy(iterator);
+    return status;
+}
+
+static dnnl_status_t compile(kernel *kern) {
+    dnnl_status_t status = dnnl_success;
+    dnnl_matmul_desc_t matmul;
+    dnnl_primitive_attr_t attr = NULL;
+    if (!engine) status = dnnl_engine_create(&engine, dnnl_cpu, 0);
+    if (status == dnnl_success) status = matrix_desc(&kern->a, kern->m, kern->k, kern->trans_a);
+    if (status == dnnl_success) status = matrix_desc(&kern->b, kern->k, kern->n, kern->trans_b);
+    if (status == dnnl_success) status = matrix_desc(&kern->c, kern->m, kern->n, false);
+    if (status == dnnl_success) status = dnnl_matmul_desc_init(&matmul, &kern->a, &kern->b, NULL, &kern->c);
+    if (status == dnnl_success) status = dnnl_primitive_attr_create(&attr);
+    if (status != dnnl_success) return status;
+    status = dnnl_primitive_attr_set_scratchpad_mode(attr, dnnl_scratchpad_mode_user);
+    /* an environment variable must not turn f32 products into bf16 ones */
+    if (status == dnnl_success) status = dnnl_primitive_attr_set_fpmath_mode(attr, dnnl_fpmath_mode_strict);
+    if (status == dnnl_success) {
+        int threads = omp_get_max_threads();
+        omp_set_num_threads(1); /* a kernel made for more would split k among them */
+        status = choose(kern, &matmul, attr);
+        omp_set_num_threads(threads);
+    }
+    dnnl_primitive_attr_destroy(attr);
+    return status;
+}
+
+static kernel *kernel_in(kernel *list, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k) {
+    for (; list; list = list->next)
+        if (list->m == m && list->n == n && list->k == k && list->trans_a == trans_a &&
+            list->trans_b == trans_b)
+            return list;
+    return NULL;
+}
+
+static kernel *kernel_get(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, cg_error *error) {
+    uint64_t hash =
+        (((uint64_t)m * 2048 + (uint64_t)n) * 2048 + (uint64_t)k) * 4 + (uint64_t)(2 * trans_a + trans_b);
+    _Atomic(kernel *) *bucket = &buckets[(hash * UINT64_C(0x9E3779B97F4A7C15)) >> 52];
+    kernel *kern = kernel_in(atomic_load_explicit(bucket, memory_order_acquire), trans_a, trans_b, m, n, k);
+    if (kern) return kern;
+    pthread_mutex_lock(&compile_lock);
+    kernel *head = atomic_load_explicit(bucket, memory_order_relaxed);
+    kern = kernel_in(head, trans_a, trans_b, m, n, k);
+    if (!kern) {
+        size_t slots = (size_t)cg_thread_slots();
+        kern = calloc(1, sizeof *kern + slots * sizeof(seat));
+        dnnl_status_t status = dnnl_out_of_memory;
+        if (kern) {
+            kern->trans_a = trans_a, kern->trans_b = trans_b;
+            kern->m = m, kern->n = n, kern->k = k, kern->next = head;
+            for (size_t i = 0; i < slots; i++) atomic_flag_clear(&kern->seats[i].busy);
+            status = compile(kern);
+        }
+        if (status == dnnl_success) {
+            atomic_store_explicit(bucket, kern, memory_order_release);
+        } else {
+            free(kern);
+            kern = NULL;
+            dnnl_fail(error, "compile a kernel", status, m, n, k);
+        }
+    }
+    pthread_mutex_unlock(&compile_lock);
+    return kern;
+}
+
+static dnnl_status_t seat_open(const kernel *kern, seat *place) {
+    dnnl_status_t status = dnnl_stream_create(&place->stream, engine, dnnl_stream_default_flags);
+    if (status == dnnl_success) status = dnnl_memory_create(&place->a, &kern->a, engine, DNNL_MEMORY_NONE);
+    if (status == dnnl_success) status = dnnl_memory_create(&place->b, &kern->b, engine, DNNL_MEMORY_NONE);
+    if (status == dnnl_success) status = dnnl_memory_create(&place->c, &kern->c, engine, DNNL_MEMORY_NONE);
+    if (status == dnnl_success)
+        status = dnnl_memory_create(&place->scratch, &kern->scratch, engine, DNNL_MEMORY_NONE);
+    return status;
+}
+
+static void seat_close(seat *place) {
+    if (place->scratch) dnnl_memory_destroy(place->scratch);
+    if (place->c) dnnl_memory_destroy(place->c);
+    if (place->b) dnnl_memory_destroy(place->b);
+    if (place->a) dnnl_memory_destroy(place->a);
+    if (place->stream) dnnl_stream_destroy(place->stream);
+    place->scratch = place->c = place->b = place->a = NULL;
+    place->stream = NULL;
+}
+
+static bool kernel_run(kernel *kern, const void *a, const void *b, void *c, void *scratch, cg_error *error) {
+    /* Two threads share a slot number when the caller has threads of its own: the later one brings a chair. */
+    seat chair = {0};
+    int slot = cg_thread_slot();
+    seat *place = slot < cg_thread_slots() ? &kern->seats[slot] : &chair;
+    if (atomic_flag_test_and_set_explicit(&place->busy, memory_order_acquire)) place = &chair;
+    dnnl_status_t status = dnnl_success;
+    if (!place->scratch) status = seat_open(kern, place);
+    if (status == dnnl_success) status = dnnl_memory_set_data_handle(place->a, (void *)a);
+    if (status == dnnl_success) status = dnnl_memory_set_data_handle(place->b, (void *)b);
+    if (status == dnnl_success) status = dnnl_memory_set_data_handle(place->c, c);
+    if (status == dnnl_success) status = dnnl_memory_set_data_handle(place->scratch, scratch);
+    if (status == dnnl_success) {
+        dnnl_exec_arg_t args[] = {{DNNL_ARG_SRC, place->a},
+                                  {DNNL_ARG_WEIGHTS, place->b},
+                                  {DNNL_ARG_DST, place->c},
+                                  {DNNL_ARG_SCRATCHPAD, place->scratch}};
+        status = dnnl_primitive_execute(kern->primitive, place->stream, 4, args);
+    }
+    if (place == &chair || status != dnnl_success) seat_close(place);
+    atomic_flag_clear_explicit(&place->busy, memory_order_release);
+    return status == dnnl_success || dnnl_fail(error, "run a kernel", status, kern->m, kern->n, kern->k);
+}
+
+/* ---- Cutting ---- */
+
+enum {
+    TILE = 256,        /* the largest side of a tile */
+    TILE_LEAST = 64,   /* below, copying the operands costs more than a busy thread gains */
+    TILES_WANTED = 16, /* tiles that a product should have, so that as many threads find work */
+    DEPTH_ONEDNN = 512,
+    DEPTH_PLAIN = 256, /* a panel of B in f64 is then 32 KiB, the first-level cache */
+    PLAIN_WORK = 4096  /* m*n*k up to which the plain kernel is faster than a call of oneDNN */
+};
+
+typedef struct plan {
+    bool plain;
+    int64_t mt, nt, kt;               /* a tile, and a block of k */
+    int64_t rows, cols;               /* tiles in each direction */
+    size_t a_bytes, b_bytes, c_bytes; /* copies of the operands, and of the product of one block */
+    size_t slot_bytes;                /* these and oneDNN's scratch */
+} plan;
+
+/* Equal parts, in steps of 16 so that only the last one ends inside a vector. */
+static int64_t even_part(int64_t whole, int64_t most) {
+    return min64(whole, round_up(parts_of(whole, parts_of(whole, most)), 16));
+}
+
+static bool is_empty(const cg_gemm *g) { return g->m <= 0 || g->n <= 0 || g->k <= 0; }
+
+static bool plan_make(const cg_gemm *g, plan *p, cg_error *error) {
+    int64_t mt = TILE, nt = TILE;
+    while (parts_of(g->m, mt) * parts_of(g->n, nt) < TILES_WANTED && (mt > TILE_LEAST || nt > TILE_LEAST)) {
+        if (min64(mt, g->m) >= min64(nt, g->n) ? mt > TILE_LEAST : nt <= TILE_LEAST)
+            mt /= 2;
+        else
+            nt /= 2;
+    }
+    /* three sides of at most PLAIN_WORK multiply without overflow */
+    p->plain = g->dtype == CG_F64 || (g->m <= PLAIN_WORK && g->n <= PLAIN_WORK && g->k <= PLAIN_WORK &&
+                                      g->m * g->n * g->k <= PLAIN_WORK);
+    p->mt = even_part(g->m, mt);
+    p->nt = even_part(g->n, nt);
+    p->kt = even_part(g->k, p->plain ? DEPTH_PLAIN : DEPTH_ONEDNN);
+    p->rows = parts_of(g->m, p->mt);
+    p->cols = parts_of(g->n, p->nt);
+    int64_t bytes = (int64_t)cg_dtype_bytes(g->dtype);
+    /* Room for both kernels: oneDNN may lack the one for a tail. */
+    p->a_bytes = aligned(round_up(p->mt, PLAIN_ROWS) * p->kt * bytes);
+    p->b_bytes =
+        aligned((p->plain ? plain_cols(g->dtype) : round_up(p->nt, plain_cols(g->dtype))) * p->kt * bytes);
+    p->c_bytes = p->plain ? 0 : aligned(p->mt * p->nt * bytes);
+    size_t scratch = 0;
+    for (int tail = 0; !p->plain && tail < 8; tail++) {
+        int64_t m = tail & 1 ? g->m - (p->rows - 1) * p->mt : p->mt;
+        int64_t n = tail & 2 ? g->n - (p->cols - 1) * p->nt : p->nt;
+        int64_t k = tail & 4 ? g->k - (parts_of(g->k, p->kt) - 1) * p->kt : p->kt;
+        kernel *kern = kernel_get(g->trans_a, g->trans_b, m, n, k, error);
+        if (!kern) return false;
+        if (kern->scratch_bytes > scratch) scratch = kern->scratch_bytes;
+    }
+    p->slot_bytes = p->a_bytes + p->b_bytes + p->c_bytes + aligned((int64_t)scratch);
+    return true;
+}
+
+/* The rows of a block of a matrix as one dense piece, copied only when they are apart. */
+static const float *dense(const float *src, int64_t rows, int64_t width, int64_t ld, float *copy) {
+    if (rows == 1 || width == ld) return src;
+    for (int64_t i = 0; i < rows; i++) memcpy(copy + i * width, src + i * ld, (size_t)width * sizeof *copy);
+    return copy;
+}
+
+static bool tile_run(const cg_gemm *g, const plan *p, int64_t tile, const void *a, const void *b, void *c,
+                     char *slot, cg_error *error) {
+    int64_t i0 = tile / p->cols * p->mt, j0 = tile % p->cols * p->nt;
+    int64_t m = min64(p->mt, g->m - i0), n = min64(p->nt, g->n - j0);
+    int64_t a_row = g->trans_a ? 1 : g->lda, a_k = g->trans_a ? g->lda : 1;
+    int64_t b_col = g->trans_b ? g->ldb : 1, b_k = g->trans_b ? 1 : g->ldb;
+    int64_t c_at = i0 * g->ldc + j0;
+    char *copy_a = slot, *copy_b = copy_a + p->a_bytes, *product = copy_b + p->b_bytes;
+    for (int64_t k0 = 0; k0 < g->k; k0 += p->kt) {
+        int64_t k = min64(p->kt, g->k - k0);
+        int64_t a_at = i0 * a_row + k0 * a_k, b_at = j0 * b_col + k0 * b_k;
+        bool add = g->accumulate || k0 > 0;
+        if (g->dtype == CG_F64) {
+            plain_f64(m, n, k, (const double *)a + a_at, a_row, a_k, (const double *)b + b_at, b_col, b_k,
+                      (double *)c + c_at, g->ldc, add, (double *)copy_a, (double *)copy_b);
+            continue;
+        }
+        const float *a_block = (const float *)a + a_at, *b_block = (const float *)b + b_at;
+        float *c_tile = (float *)c + c_at;
+        kernel *kern = NULL;
+        if (!p->plain && !(kern = kernel_get(g->trans_a, g->trans_b, m, n, k, error))) return false;
+        if (!kern || !kern->primitive) {
+            plain_f32(m, n, k, a_block, a_row, a_k, b_block, b_col, b_k, c_tile, g->ldc, add, (float *)copy_a,
+                      (float *)copy_b);
+            continue;
+        }
+        a_block = dense(a_block, g->trans_a ? k : m, g->trans_a ? m : k, g->lda, (float *)copy_a);
+        b_block = dense(b_block, g->trans_b ? n : k, g->trans_b ? k : n, g->ldb, (float *)copy_b);
+        bool in_place = !add && (m == 1 || n == g->ldc);
+        float *out = in_place ? c_tile : (float *)product;
+        if (!kernel_run(kern, a_block, b_block, out, product + p->c_bytes, error)) return false;
+        if (in_place) continue;
+        for (int64_t i = 0; i < m; i++) {
+            float *restrict to = c_tile + i * g->ldc;
+            const float *restrict from = out + i * n;
+            if (!add)
+                memcpy(to, from, (size_t)n * sizeof *to);
+            else
+                for (int64_t j = 0; j < n; j++) to[j] += from[j];
+        }
+    }
+    return true;
+}
+
+/* With no k there is nothing to add up. */
+static void clear(const cg_gemm *g, void *c) {
+    if (g->accumulate || g->n <= 0) return;
+    size_t bytes = cg_dtype_bytes(g->dtype);
+    for (int64_t i = 0; i < g->m; i++)
+        memset((char *)c + (size_t)i * (size_t)g->ldc * bytes, 0, (size_t)g->n * bytes);
+}
+
+cg_gemm cg_gemm_dense(cg_dtype dtype, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k) {
+    return (cg_gemm){.dtype = dtype,
+                     .trans_a = trans_a,
+                     .trans_b = trans_b,
+                     .m = m,
+                     .n = n,
+                     .k = k,
+                     .lda = trans_a ? m : k,
+                     .ldb = trans_b ? k : n,
+                     .ldc = n};
+}
+
+size_t cg_gemm_serial_workspace(const cg_gemm *gemm) {
+    plan p;
+    /* A kernel that cannot be compiled is reported by the run, which tries again. */
+    return is_empty(gemm) || !plan_make(gemm, &p, NULL) ? 0 : p.slot_bytes;
+}
+
+size_t cg_gemm_workspace(const cg_gemm *gemm) {
+    return (size_t)cg_thread_slots() * cg_gemm_serial_workspace(gemm);
+}
+
+bool cg_gemm_serial(const cg_gemm *gemm, const void *a, const void *b, void *c, void *workspace,
+                    cg_error *error) {
+    if (is_empty(gemm)) {
+        clear(gemm, c);
+        return true;
+    }
+    plan p;
+    if (!plan_make(gemm, &p, error)) return false;
+    int threads = omp_get_max_threads();
+    if (threads > 1) omp_set_num_threads(1); /* outside of a region oneDNN would start one */
+    bool fine = true;
+    for (int64_t tile = 0; fine && tile < p.rows * p.cols; tile++)
+        fine = tile_run(gemm, &p, tile, a, b, c, workspace, error);
+    if (threads > 1) omp_set_num_threads(threads);
+    return fine;
+}
+
+bool cg_gemm_run(const cg_gemm *gemm, const void *a, const void *b, void *c, void *workspace, cg_error *error) {
+    plan p;
+    if (is_empty(gemm) || cg_threads() == 1) return cg_gemm_serial(gemm, a, b, c, workspace, error);
+    if (!plan_make(gemm, &p, error)) return false;
+    if (p.rows * p.cols == 1) return cg_gemm_serial(gemm, a, b, c, workspace, error);
+    cg_error first = {0};
+    atomic_bool fine = true;
+    /* always the same number of threads: libgomp ends and starts threads when it changes */
+#pragma omp parallel for schedule(dynamic) num_threads(cg_threads())
+    for (int64_t tile = 0; tile < p.rows * p.cols; tile++) {
+        if (!atomic_load_explicit(&fine, memory_order_relaxed)) continue;
+        cg_error here = {0};
+        char *slot = (char *)workspace + (size_t)cg_thread_slot() * p.slot_bytes;
+        if (tile_run(gemm, &p, tile, a, b, c, slot, &here)) continue;
+        atomic_store(&fine, false);
+#pragma omp critical(cg_gemm_error)
+        if (first.code == CG_OK) first = here;
+    }
+    return fine || cg_fail(error, first.code, "%s", first.text);
+}
