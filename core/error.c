@@ -28,5 +28,6 @@ void cg_error_at(cg_error *error, const char *format, ...) {
     int n = vsnprintf(error->text, sizeof error->text, format, args);
     va_end(args);
     if (n < 0 || n >= CG_ERROR_TEXT - 3) n = CG_ERROR_TEXT - 3;
-    snprintf(error->text + n, sizeof error->text - (size_t)n, ": %s", sentence);
+    size_t room = sizeof error->text - (size_t)n; /* a sentence that no longer fits is cut at its end */
+    snprintf(error->text + n, room, ": %.*s", (int)room - 3, sentence);
 }

@@ -1,0 +1,69 @@
+#include "graph/op.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+/* One walk over the forward nodes, last first. grads[id] is the gradient of a value as far as its readers
+ * have been visited; creation order is a topological order, so all of them have been when its producer is. */
+
+static void add_gradient(cg_graph *graph, cg_value **grads, const cg_value *value, cg_value *grad) {
+    if (!grad) return;
+    if (grad->dtype != value->dtype || !cg_shape_equal(&grad->shape, &value->shape)) {
+        char name[256], want[128], got[128];
+        cg_graph_fail(graph, "the gradient of %s has shape %s, expected %s", cg_value_text(value, name, sizeof name),
+                      cg_shape_text(&grad->shape, got, sizeof got), cg_shape_text(&value->shape, want, sizeof want));
+        return;
+    }
+    cg_value **sum = &grads[value->id];
+    *sum = *sum ? cg_apply(graph, graph->ops->sum, NULL, (cg_value *[]){*sum, grad}, 2) : grad;
+}
+
+static void differentiate(cg_graph *graph, const cg_node *node, cg_value **grads) {
+    cg_value *dout[CG_MAX_OUT] = {0};
+    bool any = false;
+    for (int s = 0; s < node->n_out; s++)
+        if (node->out[s]->needs_grad) any |= (dout[s] = grads[node->out[s]->id]) != NULL;
+    if (!any || !node->op->grad) return;
+    cg_value **din = calloc((size_t)node->n_in, sizeof *din);
+    if (!din) {
+        cg_graph_fail(graph, "out of memory in autodiff");
+        return;
+    }
+    strcpy(graph->scope, node->scope);
+    graph->cause = node;
+    node->op->grad(graph, node, dout, din);
+    for (int i = 0; i < node->n_in; i++)
+        if (cg_wants_grad(node, i)) add_gradient(graph, grads, node->in[i], din[i]);
+    free(din);
+}
+
+bool cg_autodiff(cg_graph *graph, cg_value *const *outputs, cg_value *const *seeds, int n_outputs,
+                 cg_value *const *wrt, int n_wrt, cg_value **grads) {
+    for (int k = 0; k < n_wrt; k++) grads[k] = NULL;
+    if (graph->error.code != CG_OK) return false;
+    int n_forward = graph->n_nodes, n_values = graph->n_values;
+    cg_value **of_value = calloc((size_t)n_values + 1, sizeof *of_value);
+    if (!of_value) {
+        cg_graph_fail(graph, "out of memory in autodiff");
+        return false;
+    }
+    char outer_scope[sizeof graph->scope];
+    memcpy(outer_scope, graph->scope, sizeof outer_scope);
+    graph->pass = CG_BACKWARD;
+    for (int i = 0; i < n_outputs; i++) add_gradient(graph, of_value, outputs[i], seeds[i]);
+    for (int n = n_forward - 1; n >= 0 && graph->error.code == CG_OK; n--)
+        if (graph->nodes[n]->pass == CG_FORWARD) differentiate(graph, graph->nodes[n], of_value);
+    for (int k = 0; k < n_wrt && graph->error.code == CG_OK; k++) {
+        grads[k] = of_value[wrt[k]->id];
+        if (grads[k]) continue;
+        strcpy(graph->scope, wrt[k]->scope);
+        graph->cause = NULL;
+        cg_zeros_attr zeros = {wrt[k]->dtype, wrt[k]->shape};
+        grads[k] = cg_apply(graph, graph->ops->zeros, &zeros, NULL, 0);
+    }
+    graph->pass = CG_FORWARD;
+    graph->cause = NULL;
+    memcpy(graph->scope, outer_scope, sizeof outer_scope);
+    free(of_value);
+    return graph->error.code == CG_OK;
+}

@@ -1,0 +1,271 @@
+#include "graph/exec.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+/* The arguments of a step, made once: tensors whose data pointers never change (but for separate blocks). */
+typedef struct step_args {
+    cg_run_args args;
+    cg_tensor *tensors; /* inputs, then outputs */
+} step_args;
+
+struct cg_exec {
+    const cg_plan *plan;
+    cg_exec_options options;
+    char *arena;
+    size_t arena_bytes;
+    void **data; /* by storage */
+    step_args *steps;
+    int64_t high_water;  /* the farthest byte handed out, or the most bytes in separate blocks */
+    int64_t block_bytes; /* in separate blocks now */
+    cg_exec_watcher watcher;
+    void *watcher_context;
+};
+
+static int64_t machine_bytes(void) { return (int64_t)sysconf(_SC_PHYS_PAGES) * (int64_t)sysconf(_SC_PAGE_SIZE); }
+
+static bool is_pinned(const cg_exec *exec, const cg_storage *storage) {
+    return storage->value && (storage->value->leaf || storage->last == exec->plan->n_steps - 1);
+}
+
+/* ---- separate blocks, for debugging ---- */
+
+static bool block_new(cg_exec *exec, int s, cg_error *error) {
+    const cg_storage *storage = &exec->plan->storages[s];
+    size_t bytes = (size_t)storage->bytes;
+    void *block = NULL; /* exact size: the byte behind it belongs to nobody */
+    if (posix_memalign(&block, CG_ALIGN, bytes ? bytes : 1)) return cg_fail(error, CG_FAILED, "out of memory for a block of %zu bytes", bytes);
+    memset(block, storage->value && storage->value->leaf ? 0 : 0xff, bytes);
+    exec->data[s] = block;
+    exec->block_bytes += storage->reserved;
+    if (exec->block_bytes > exec->high_water) exec->high_water = exec->block_bytes;
+    return true;
+}
+
+static void block_free(cg_exec *exec, int s) {
+    if (!exec->data[s]) return;
+    free(exec->data[s]);
+    exec->data[s] = NULL;
+    exec->block_bytes -= exec->plan->storages[s].reserved;
+}
+
+/* Blocks born at step t; a storage that takes another's place takes its block. */
+static bool blocks_born(cg_exec *exec, int t, cg_error *error) {
+    for (int s = 0; s < exec->plan->n_storages; s++) {
+        const cg_storage *storage = &exec->plan->storages[s];
+        if (storage->first != t || exec->data[s] || (storage->value && storage->value->leaf)) continue;
+        if (storage->taken_over >= 0) {
+            exec->data[s] = exec->data[storage->taken_over];
+            exec->data[storage->taken_over] = NULL;
+        } else if (!block_new(exec, s, error)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static void blocks_dead(cg_exec *exec, int t) {
+    for (int s = 0; s < exec->plan->n_storages; s++)
+        if (exec->plan->storages[s].last == t && !is_pinned(exec, &exec->plan->storages[s])) block_free(exec, s);
+}
+
+/* ---- arguments ---- */
+
+static void *storage_data(const cg_exec *exec, const cg_value *value) {
+    int s = exec->plan->storage_of[value->id];
+    return s < 0 ? NULL : exec->data[s];
+}
+
+static void point(cg_exec *exec, int t) {
+    const cg_node *node = exec->plan->steps[t];
+    step_args *step = &exec->steps[t];
+    for (int i = 0; i < node->n_in; i++)
+        if (node->in[i]) step->tensors[i].data = storage_data(exec, node->in[i]);
+    for (int s = 0; s < node->n_out; s++) step->tensors[node->n_in + s].data = storage_data(exec, node->out[s]);
+    int workspace = exec->plan->workspace_of[t];
+    step->args.workspace = workspace < 0 ? NULL : exec->data[workspace];
+    if (exec->options.separate && node->op->alias) return;
+}
+
+static bool make_steps(cg_exec *exec, cg_error *error) {
+    const cg_plan *plan = exec->plan;
+    exec->steps = calloc((size_t)plan->n_steps + 1, sizeof *exec->steps);
+    for (int t = 0; exec->steps && t < plan->n_steps; t++) {
+        const cg_node *node = plan->steps[t];
+        step_args *step = &exec->steps[t];
+        step->tensors = calloc((size_t)(node->n_in + node->n_out) + 1, sizeof *step->tensors);
+        if (!step->tensors) return cg_fail(error, CG_FAILED, "out of memory while an executor is made");
+        for (int i = 0; i < node->n_in; i++)
+            if (node->in[i]) step->tensors[i] = (cg_tensor){node->in[i]->dtype, node->in[i]->shape, NULL};
+        for (int s = 0; s < node->n_out; s++)
+            step->tensors[node->n_in + s] = (cg_tensor){node->out[s]->dtype, node->out[s]->shape, NULL};
+        step->args = (cg_run_args){.n_in = node->n_in, .n_out = node->n_out, .in = step->tensors,
+                                   .out = step->tensors + node->n_in, .attr = node->attr};
+        if (!node->op->alias && !node->op->run[cg_node_dtype(node)])
+            return cg_fail(error, CG_BAD_INPUT, "%s: %s has no kernel for %s", node->scope, node->op->name,
+                           cg_dtype_name(cg_node_dtype(node)));
+    }
+    return exec->steps || cg_fail(error, CG_FAILED, "out of memory while an executor is made");
+}
+
+static bool make_arena(cg_exec *exec, cg_error *error) {
+    const cg_plan *plan = exec->plan;
+    if (plan->peak_bytes > machine_bytes())
+        return cg_fail(error, CG_FAILED, "the step needs %lld bytes, this machine has %lld", (long long)plan->peak_bytes,
+                       (long long)machine_bytes());
+    exec->arena_bytes = (size_t)plan->peak_bytes;
+    exec->arena = mmap(NULL, exec->arena_bytes + 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (exec->arena == MAP_FAILED) {
+        exec->arena = NULL;
+        return cg_fail(error, CG_FAILED, "the machine refuses %lld bytes for the step", (long long)plan->peak_bytes);
+    }
+    for (int s = 0; s < plan->n_storages; s++)
+        if (plan->storages[s].offset >= 0) exec->data[s] = exec->arena + plan->storages[s].offset;
+    return true;
+}
+
+cg_exec *cg_exec_new(const cg_plan *plan, const cg_exec_options *options, cg_error *error) {
+    cg_exec *exec = calloc(1, sizeof *exec);
+    if (!exec) {
+        cg_fail(error, CG_FAILED, "out of memory while an executor is made");
+        return NULL;
+    }
+    exec->plan = plan;
+    if (options) exec->options = *options;
+    exec->data = calloc((size_t)plan->n_storages + 1, sizeof *exec->data);
+    bool ok = exec->data || cg_fail(error, CG_FAILED, "out of memory while an executor is made");
+    ok = ok && make_steps(exec, error);
+    if (ok && exec->options.separate) {
+        for (int s = 0; ok && s < plan->n_storages; s++) {
+            const cg_value *value = plan->storages[s].value;
+            if (value && value->leaf && !value->external) ok = block_new(exec, s, error);
+        }
+    } else if (ok) {
+        ok = make_arena(exec, error);
+        for (int t = 0; ok && t < plan->n_steps; t++) point(exec, t);
+    }
+    if (ok) return exec;
+    cg_exec_free(exec);
+    return NULL;
+}
+
+void cg_exec_free(cg_exec *exec) {
+    if (!exec) return;
+    if (exec->options.separate && exec->data)
+        for (int s = 0; s < exec->plan->n_storages; s++)
+            if (!(exec->plan->storages[s].value && exec->plan->storages[s].value->external)) block_free(exec, s);
+    if (exec->arena) munmap(exec->arena, exec->arena_bytes + 1);
+    for (int t = 0; exec->steps && t < exec->plan->n_steps; t++) free(exec->steps[t].tensors);
+    free(exec->steps);
+    free(exec->data);
+    free(exec);
+}
+
+void cg_exec_bind(cg_exec *exec, const cg_value *leaf, void *data) {
+    int s = exec->plan->storage_of[leaf->id];
+    if (s < 0) return;
+    exec->data[s] = data;
+    if (!exec->options.separate)
+        for (int t = 0; t < exec->plan->n_steps; t++) point(exec, t);
+}
+
+void *cg_exec_data(const cg_exec *exec, const cg_value *value) { return storage_data(exec, value); }
+
+void cg_exec_watch(cg_exec *exec, cg_exec_watcher watcher, void *context) {
+    exec->watcher = watcher;
+    exec->watcher_context = context;
+}
+
+int64_t cg_exec_measured_bytes(const cg_exec *exec) { return exec->high_water; }
+
+/* ---- running ---- */
+
+static void measure(cg_exec *exec, const void *data, int64_t bytes) {
+    const char *p = data;
+    if (!p || p < exec->arena || p >= exec->arena + exec->arena_bytes) return; /* lent, or nothing */
+    bytes += CG_ALIGN - 1;
+    bytes -= bytes % CG_ALIGN;
+    int64_t end = p - exec->arena + bytes;
+    if (end > exec->high_water) exec->high_water = end;
+}
+
+static void measure_step(cg_exec *exec, int t) {
+    const step_args *step = &exec->steps[t];
+    for (int i = 0; i < step->args.n_in + step->args.n_out; i++) {
+        const cg_tensor *tensor = &step->tensors[i];
+        if (tensor->data) measure(exec, tensor->data, cg_tensor_bytes(tensor->dtype, &tensor->shape));
+    }
+    if (step->args.workspace) measure(exec, step->args.workspace, exec->plan->storages[exec->plan->workspace_of[t]].bytes);
+}
+
+static void poison(cg_exec *exec, int t) {
+    const cg_node *node = exec->plan->steps[t];
+    const step_args *step = &exec->steps[t];
+    for (int s = 0; s < node->n_out; s++) {
+        const cg_storage *storage = &exec->plan->storages[exec->plan->storage_of[node->out[s]->id]];
+        if (storage->taken_over >= 0) continue; /* its bytes are the input */
+        memset(step->args.out[s].data, 0xff, (size_t)storage->bytes);
+    }
+    if (step->args.workspace)
+        memset(step->args.workspace, 0xff, (size_t)exec->plan->storages[exec->plan->workspace_of[t]].bytes);
+}
+
+static bool verify_clone(cg_exec *exec, int t, cg_error *error) {
+    const cg_node *clone = exec->plan->steps[t], *original = clone->cause;
+    for (int s = 0; s < clone->n_out; s++) {
+        const char *a = storage_data(exec, original->out[s]), *b = storage_data(exec, clone->out[s]);
+        if (!a) continue; /* nothing of the plan needed the original itself */
+        size_t element = cg_dtype_bytes(clone->out[s]->dtype);
+        int64_t n = cg_shape_count(&clone->out[s]->shape);
+        for (int64_t i = 0; i < n; i++)
+            if (memcmp(a + (size_t)i * element, b + (size_t)i * element, element))
+                return cg_fail(error, CG_FAILED, "the recomputed output %s differs from the original at element %lld",
+                               clone->op->out[s], (long long)i);
+    }
+    return true;
+}
+
+static double now_us(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec * 1e6 + (double)t.tv_nsec * 1e-3;
+}
+
+static bool run_step(cg_exec *exec, int t, cg_error *error) {
+    const cg_node *node = exec->plan->steps[t];
+    step_args *step = &exec->steps[t];
+    if (exec->options.separate) {
+        if (!blocks_born(exec, t, error)) return false;
+        point(exec, t);
+    } else {
+        measure_step(exec, t);
+    }
+    bool ok = true;
+    if (!node->op->alias) {
+        if (exec->options.poison) poison(exec, t);
+        double start = exec->watcher ? now_us() : 0;
+        step->args.error = error;
+        ok = node->op->run[cg_node_dtype(node)](&step->args);
+        if (exec->watcher) exec->watcher(exec->watcher_context, t, node, now_us() - start);
+        if (!ok) cg_fail(error, CG_FAILED, "failed");
+        if (ok && exec->options.verify_recompute && node->pass == CG_RECOMPUTE) ok = verify_clone(exec, t, error);
+        if (!ok) {
+            cg_error_at(error, "%s", node->op->name);
+            if (node->scope[0]) cg_error_at(error, "%s", node->scope);
+        }
+    }
+    if (exec->options.separate) blocks_dead(exec, t);
+    return ok;
+}
+
+bool cg_exec_run(cg_exec *exec, unsigned passes, cg_error *error) {
+    for (int t = 0; t < exec->plan->n_steps; t++) {
+        if (!(passes & CG_PASS_BIT(exec->plan->steps[t]->pass))) continue;
+        if (!run_step(exec, t, error)) return false;
+    }
+    return true;
+}

@@ -1,0 +1,42 @@
+/* Running a plan on the CPU: one arena, no allocation per run. */
+#ifndef CG_GRAPH_EXEC_H
+#define CG_GRAPH_EXEC_H
+
+#include "graph/plan.h"
+
+typedef struct cg_exec cg_exec;
+
+typedef struct cg_exec_options {
+    bool separate;         /* debugging: each storage is a heap block of its own, allocated at its birth and freed at
+                              its death, so that AddressSanitizer sees every access outside a value or its life */
+    bool poison;           /* debugging: fill each output and workspace with NaN (all bits set) before its node runs */
+    bool verify_recompute; /* compare every clone with its original, bit for bit (needs a plan made with
+                              keep_cloned_originals); the first that differs is the error */
+} cg_exec_options;
+
+/* Reserve the arena. Refused when it is larger than the machine's memory. The plan must outlive the executor.
+ * Leaves start as zeros. */
+cg_exec *cg_exec_new(const cg_plan *plan, const cg_exec_options *options, cg_error *error);
+void cg_exec_free(cg_exec *exec);
+
+/* Lend the memory of an external leaf. */
+void cg_exec_bind(cg_exec *exec, const cg_value *leaf, void *data);
+
+/* Memory of a leaf, or of a kept value after a run. NULL for what the plan does not hold. */
+void *cg_exec_data(const cg_exec *exec, const cg_value *value);
+
+#define CG_PASS_BIT(pass) (1u << (pass))
+#define CG_ALL_PASSES ((1u << CG_PASSES) - 1)
+
+/* Run the nodes of the given passes in order. On failure the sentence names scope and op. */
+bool cg_exec_run(cg_exec *exec, unsigned passes, cg_error *error);
+
+/* Called after each node with its wall time; NULL switches it off. */
+typedef void (*cg_exec_watcher)(void *context, int step, const cg_node *node, double us);
+void cg_exec_watch(cg_exec *exec, cg_exec_watcher watcher, void *context);
+
+/* The measured peak: the farthest byte of the arena that any node was handed so far, or, with separate blocks,
+ * the most bytes allocated at once. Taken from the pointers that kernels got, not from the plan's peak. */
+int64_t cg_exec_measured_bytes(const cg_exec *exec);
+
+#endif

@@ -1,0 +1,320 @@
+#include "graph/op.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Nodes, values, names and attributes live in a pool that dies with the graph. */
+typedef struct pool_block {
+    struct pool_block *next;
+    size_t used, size;
+    _Alignas(16) char bytes[];
+} pool_block;
+
+struct cg_pool {
+    pool_block *head;
+};
+
+static void *pool_take(cg_graph *graph, size_t bytes) {
+    bytes = (bytes + 15) & ~(size_t)15;
+    pool_block *block = graph->pool->head;
+    if (!block || block->size - block->used < bytes) {
+        size_t size = bytes > 65536 ? bytes : 65536;
+        block = malloc(sizeof *block + size);
+        if (!block) {
+            cg_fail(&graph->error, CG_FAILED, "out of memory while the graph is built (%zu bytes)", size);
+            return NULL;
+        }
+        *block = (pool_block){graph->pool->head, 0, size};
+        graph->pool->head = block;
+    }
+    void *p = block->bytes + block->used;
+    block->used += bytes;
+    return memset(p, 0, bytes);
+}
+
+static const char *pool_text(cg_graph *graph, const char *text) {
+    size_t n = strlen(text) + 1;
+    char *copy = pool_take(graph, n);
+    return copy ? memcpy(copy, text, n) : "";
+}
+
+static bool grow(cg_graph *graph, void **array, int *capacity, int n, size_t element) {
+    if (n < *capacity) return true;
+    int larger = *capacity ? 2 * *capacity : 256;
+    void *p = realloc(*array, (size_t)larger * element);
+    if (!p) return cg_fail(&graph->error, CG_FAILED, "out of memory while the graph is built");
+    *array = p;
+    *capacity = larger;
+    return true;
+}
+
+cg_graph *cg_graph_new(const cg_op_set *ops) {
+    cg_graph *graph = calloc(1, sizeof *graph);
+    if (!graph) return NULL;
+    graph->pool = calloc(1, sizeof *graph->pool);
+    if (!graph->pool) {
+        free(graph);
+        return NULL;
+    }
+    graph->ops = ops;
+    graph->max_value_bytes = (int64_t)1 << 50;
+    return graph;
+}
+
+void cg_graph_free(cg_graph *graph) {
+    if (!graph) return;
+    for (pool_block *block = graph->pool->head, *next; block; block = next) {
+        next = block->next;
+        free(block);
+    }
+    free(graph->pool);
+    free(graph->nodes);
+    free(graph->values);
+    free(graph);
+}
+
+const cg_error *cg_graph_error(const cg_graph *graph) {
+    return graph->error.code == CG_OK ? NULL : &graph->error;
+}
+
+static void fail_in_scope(cg_graph *graph, const char *op, const char *format, va_list args) {
+    if (graph->error.code != CG_OK) return;
+    cg_fail_va(&graph->error, CG_BAD_INPUT, format, args);
+    if (op) cg_error_at(&graph->error, "%s", op);
+    if (graph->scope[0]) cg_error_at(&graph->error, "%s", graph->scope);
+}
+
+cg_value *cg_graph_fail(cg_graph *graph, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    fail_in_scope(graph, NULL, format, args);
+    va_end(args);
+    return NULL;
+}
+
+void cg_scope_push(cg_graph *graph, const char *format, ...) {
+    char part[128];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(part, sizeof part, format, args);
+    va_end(args);
+    size_t n = strlen(graph->scope);
+    if (n + strlen(part) + 2 > sizeof graph->scope) {
+        cg_graph_fail(graph, "the scope %s is nested too deeply", part);
+        return;
+    }
+    snprintf(graph->scope + n, sizeof graph->scope - n, "%s%s", n ? "/" : "", part);
+}
+
+void cg_scope_pop(cg_graph *graph) {
+    char *slash = strrchr(graph->scope, '/');
+    *(slash ? slash : graph->scope) = 0;
+}
+
+const char *cg_pass_name(cg_pass pass) {
+    static const char *const names[CG_PASSES] = {"forward", "backward", "recompute", "optimize"};
+    return names[pass];
+}
+
+static cg_value *value_new(cg_graph *graph, const char *name, const char *scope, cg_dtype dtype, cg_shape shape) {
+    int64_t bytes = cg_tensor_bytes(dtype, &shape);
+    if (bytes > graph->max_value_bytes) {
+        char text[128];
+        return cg_graph_fail(graph, "%s %s of %s is larger than the limit of %lld bytes for one value", name,
+                             cg_shape_text(&shape, text, sizeof text), cg_dtype_name(dtype),
+                             (long long)graph->max_value_bytes);
+    }
+    if (!grow(graph, (void **)&graph->values, &graph->values_capacity, graph->n_values, sizeof(void *))) return NULL;
+    cg_value *value = pool_take(graph, sizeof *value);
+    if (!value) return NULL;
+    value->id = graph->n_values;
+    value->dtype = dtype;
+    value->shape = shape;
+    value->name = name;
+    value->scope = scope;
+    graph->values[graph->n_values++] = value;
+    return value;
+}
+
+cg_value *cg_leaf(cg_graph *graph, cg_leaf_kind kind, const char *name, cg_dtype dtype, cg_shape shape) {
+    if (graph->error.code != CG_OK) return NULL;
+    for (int i = 0; i < graph->n_values; i++) {
+        const cg_value *other = graph->values[i];
+        if (other->leaf && !strcmp(other->name, name) && !strcmp(other->scope, graph->scope))
+            return cg_graph_fail(graph, "there is a leaf named %s already", name);
+    }
+    cg_value *value = value_new(graph, pool_text(graph, name), pool_text(graph, graph->scope), dtype, shape);
+    if (!value) return NULL;
+    value->leaf = kind;
+    value->needs_grad = kind == CG_LEAF_PARAMETER;
+    return value;
+}
+
+cg_value *cg_leaf_find(const cg_graph *graph, const char *full_name) {
+    for (int i = 0; i < graph->n_values; i++) {
+        char text[512];
+        if (graph->values[i]->leaf && !strcmp(cg_value_text(graph->values[i], text, sizeof text), full_name))
+            return graph->values[i];
+    }
+    return NULL;
+}
+
+/* The sentence for an input that is missing or of the wrong number; false when refused. */
+static bool inputs_fit(cg_infer *infer) {
+    const cg_op *op = infer->op;
+    int named = 0;
+    while (named < CG_MAX_IN && op->in[named]) named++;
+    if (op->variadic ? infer->n_in < 1 : infer->n_in != named)
+        return cg_refuse(infer, "expected %s%d inputs, got %d", op->variadic ? "at least " : "",
+                         op->variadic ? 1 : named, infer->n_in);
+    for (int i = 0; i < infer->n_in; i++)
+        if (!infer->in[i] && !(op->optional & CG_BIT(i)))
+            return cg_refuse(infer, "input %s is missing", cg_op_in_name(op, i));
+    return true;
+}
+
+cg_value *cg_apply(cg_graph *graph, const cg_op *op, const void *attr, cg_value *const *in, int n_in) {
+    if (graph->error.code != CG_OK) return NULL;
+    cg_infer infer = {.graph = graph, .op = op, .n_in = n_in, .in = in, .attr = attr};
+    while (infer.n_out < CG_MAX_OUT && op->out[infer.n_out]) infer.n_out++;
+    if (!inputs_fit(&infer) || !op->infer(&infer)) {
+        if (graph->error.code == CG_OK) cg_refuse(&infer, "refused its inputs");
+        return NULL;
+    }
+    if (!grow(graph, (void **)&graph->nodes, &graph->nodes_capacity, graph->n_nodes, sizeof(void *))) return NULL;
+    cg_node *node = pool_take(graph, sizeof *node);
+    if (!node) return NULL;
+    node->op = op;
+    node->n_in = n_in;
+    node->n_out = infer.n_out;
+    node->in = pool_take(graph, sizeof(void *) * (size_t)(n_in + 1));
+    node->out = pool_take(graph, sizeof(void *) * (size_t)(infer.n_out + 1));
+    void *attr_copy = op->attr_bytes ? pool_take(graph, op->attr_bytes) : NULL;
+    node->scope = pool_text(graph, graph->scope);
+    node->pass = graph->pass;
+    node->cause = graph->cause;
+    if (graph->error.code != CG_OK) return NULL;
+    if (attr_copy) memcpy(attr_copy, attr, op->attr_bytes);
+    node->attr = attr_copy;
+    bool needs_grad = false;
+    for (int i = 0; i < n_in; i++) {
+        node->in[i] = in[i];
+        needs_grad |= in[i] && in[i]->needs_grad && (op->differentiable & CG_BIT(op->variadic ? 0 : i));
+    }
+    for (int s = 0; s < infer.n_out; s++) {
+        cg_value *out = value_new(graph, op->out[s], node->scope, infer.out_dtype[s], infer.out_shape[s]);
+        if (!out) return NULL;
+        out->producer = node;
+        out->slot = s;
+        out->needs_grad = needs_grad && cg_dtype_is_real(out->dtype) && !(op->constant_out & CG_BIT(s));
+        node->out[s] = out;
+    }
+    node->id = graph->n_nodes;
+    graph->nodes[graph->n_nodes++] = node;
+    return infer.n_out ? node->out[0] : NULL;
+}
+
+cg_value *cg_output(cg_value *value, int slot) { return value ? value->producer->out[slot] : NULL; }
+
+cg_value *cg_keep(cg_value *value) {
+    if (value) value->keep = true;
+    return value;
+}
+
+int64_t cg_dim(const cg_value *value, int axis) { return value ? value->shape.dims[axis] : 0; }
+
+const char *cg_value_text(const cg_value *value, char *text, size_t text_bytes) {
+    const char *slash = value->scope[0] ? "/" : "";
+    if (value->producer)
+        snprintf(text, text_bytes, "%s%s%s.%s", value->scope, slash, value->producer->op->name, value->name);
+    else
+        snprintf(text, text_bytes, "%s%s%s", value->scope, slash, value->name);
+    return text;
+}
+
+const cg_value *cg_value_root(const cg_value *value) {
+    while (value->producer && value->producer->op->alias) value = value->producer->in[0];
+    return value;
+}
+
+/* ---- helpers of infer ---- */
+
+bool cg_refuse(cg_infer *infer, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    fail_in_scope(infer->graph, infer->op->name, format, args);
+    va_end(args);
+    return false;
+}
+
+const char *cg_op_in_name(const cg_op *op, int i) { return op->in[op->variadic ? 0 : i]; }
+
+bool cg_expect_dims(cg_infer *infer, int i, int n_dims) {
+    const cg_value *value = infer->in[i];
+    if (value->shape.n_dims == n_dims) return true;
+    char text[128];
+    return cg_refuse(infer, "%s has shape %s, expected %d dimensions", cg_op_in_name(infer->op, i),
+                     cg_shape_text(&value->shape, text, sizeof text), n_dims);
+}
+
+bool cg_expect_dim(cg_infer *infer, int i, int axis, int64_t dim, const char *because) {
+    const cg_value *value = infer->in[i];
+    if (value->shape.dims[axis] == dim) return true;
+    char text[128];
+    return cg_refuse(infer, "%s has shape %s, expected %lld in dimension %d (%s)", cg_op_in_name(infer->op, i),
+                     cg_shape_text(&value->shape, text, sizeof text), (long long)dim, axis, because);
+}
+
+bool cg_expect_dtype(cg_infer *infer, int i, cg_dtype dtype) {
+    if (infer->in[i]->dtype == dtype) return true;
+    return cg_refuse(infer, "%s is %s, expected %s", cg_op_in_name(infer->op, i),
+                     cg_dtype_name(infer->in[i]->dtype), cg_dtype_name(dtype));
+}
+
+bool cg_expect_real(cg_infer *infer, int i) {
+    if (cg_dtype_is_real(infer->in[i]->dtype)) return true;
+    return cg_refuse(infer, "%s is %s, expected f32 or f64", cg_op_in_name(infer->op, i),
+                     cg_dtype_name(infer->in[i]->dtype));
+}
+
+bool cg_expect_same(cg_infer *infer, int i, int j) {
+    const cg_value *a = infer->in[i], *b = infer->in[j];
+    if (!cg_expect_dtype(infer, i, b->dtype)) return false;
+    if (cg_shape_equal(&a->shape, &b->shape)) return true;
+    char ta[128], tb[128];
+    return cg_refuse(infer, "%s has shape %s, expected %s as %s has", cg_op_in_name(infer->op, i),
+                     cg_shape_text(&a->shape, ta, sizeof ta), cg_shape_text(&b->shape, tb, sizeof tb),
+                     cg_op_in_name(infer->op, j));
+}
+
+void cg_infer_out(cg_infer *infer, int slot, cg_dtype dtype, cg_shape shape) {
+    infer->out_dtype[slot] = dtype;
+    infer->out_shape[slot] = shape;
+}
+
+const cg_op *cg_op_find(const cg_op_set *ops, const char *name) {
+    for (int i = 0; i < ops->n; i++)
+        if (!strcmp(ops->list[i]->name, name)) return ops->list[i];
+    return NULL;
+}
+
+cg_dtype cg_node_dtype(const cg_node *node) {
+    for (int i = 0; i < node->n_in; i++)
+        if (node->in[i] && cg_dtype_is_real(node->in[i]->dtype)) return node->in[i]->dtype;
+    for (int s = 0; s < node->n_out; s++)
+        if (cg_dtype_is_real(node->out[s]->dtype)) return node->out[s]->dtype;
+    return CG_I32;
+}
+
+bool cg_wants_grad(const cg_node *node, int i) {
+    return node->in[i] && node->in[i]->needs_grad && (node->op->differentiable & CG_BIT(node->op->variadic ? 0 : i));
+}
+
+double cg_node_bytes(const cg_node *node) {
+    double bytes = 0;
+    for (int i = 0; i < node->n_in; i++)
+        if (node->in[i]) bytes += (double)cg_tensor_bytes(node->in[i]->dtype, &node->in[i]->shape);
+    for (int s = 0; s < node->n_out; s++) bytes += (double)cg_tensor_bytes(node->out[s]->dtype, &node->out[s]->shape);
+    return bytes;
+}
