@@ -8,6 +8,13 @@
  * has a longer leading dimension is copied to the workspace first. Where oneDNN has no such kernel
  * (processors without AVX-512, some shapes), for f64, and for products so small that its call would cost
  * more than the work, a plain kernel in this file does the same work.
+ *
+ * Both kernels add the fused products of a block in order of k (seen of oneDNN 2.6, and tested), and both
+ * cut k alike. So an element depends on its row of A, its column of B and k, and not on m, n or the tile,
+ * if this file is compiled for a processor with FMA.
+ *
+ * A call of oneDNN allocates a few small handles of its own (six, under 100 bytes each, freed on return),
+ * and nothing that grows with the shape.
  */
 #include "core/gemm.h"
 
@@ -19,6 +26,10 @@
 #include <string.h>
 
 #include "core/threads.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
@@ -37,10 +48,22 @@ enum { VECTOR_BYTES = 16, PLAIN_ROWS = 4 };
 
 static int plain_cols(cg_dtype dtype) { return 2 * VECTOR_BYTES / (int)cg_dtype_bytes(dtype); }
 
+/* Fused by name: what the compiler contracts depends on its options, and elements must match oneDNN's. */
+#if defined(__AVX512F__)
+#define FUSED_F32(a, b, c) (vec_f32) _mm512_fmadd_ps(_mm512_set1_ps(a), (__m512)(b), (__m512)(c))
+#define FUSED_F64(a, b, c) (vec_f64) _mm512_fmadd_pd(_mm512_set1_pd(a), (__m512d)(b), (__m512d)(c))
+#elif defined(__AVX2__) && defined(__FMA__)
+#define FUSED_F32(a, b, c) (vec_f32) _mm256_fmadd_ps(_mm256_set1_ps(a), (__m256)(b), (__m256)(c))
+#define FUSED_F64(a, b, c) (vec_f64) _mm256_fmadd_pd(_mm256_set1_pd(a), (__m256d)(b), (__m256d)(c))
+#else
+#define FUSED_F32(a, b, c) ((c) + (a) * (b))
+#define FUSED_F64(a, b, c) ((c) + (a) * (b))
+#endif
+
 /* An element is the fused sum over the block in order of k, whatever panel or lane it falls in: the panels
  * differ in how many elements they carry, not in how one is computed. Panels are padded with zeros, which
  * only meet elements that are never stored. */
-#define DEFINE_PLAIN(real, suffix)                                                                             \
+#define DEFINE_PLAIN(real, suffix, fused)                                                                      \
     typedef real vec_##suffix __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));    \
     enum { LANES_##suffix = VECTOR_BYTES / sizeof(real), COLS_##suffix = 2 * LANES_##suffix };                 \
                                                                                                                \
@@ -67,8 +90,8 @@ static int plain_cols(cg_dtype dtype) { return 2 * VECTOR_BYTES / (int)cg_dtype_
             vec_##suffix b0 = *(const vec_##suffix *)(b + k * COLS_##suffix), b1 = {0};                        \
             if (vecs == 2) b1 = *(const vec_##suffix *)(b + k * COLS_##suffix + LANES_##suffix);               \
             _Pragma("GCC unroll 8") for (int i = 0; i < rows; i++) {                                           \
-                sum[i][0] += a[k * PLAIN_ROWS + i] * b0;                                                       \
-                if (vecs == 2) sum[i][1] += a[k * PLAIN_ROWS + i] * b1;                                        \
+                sum[i][0] = fused(a[k * PLAIN_ROWS + i], b0, sum[i][0]);                                       \
+                if (vecs == 2) sum[i][1] = fused(a[k * PLAIN_ROWS + i], b1, sum[i][1]);                        \
             }                                                                                                  \
         }                                                                                                      \
         _Pragma("GCC unroll 8") for (int i = 0; i < rows; i++) {                                               \
@@ -124,8 +147,8 @@ static int plain_cols(cg_dtype dtype) { return 2 * VECTOR_BYTES / (int)cg_dtype_
         }                                                                                                      \
     }
 
-DEFINE_PLAIN(float, f32)
-DEFINE_PLAIN(double, f64)
+DEFINE_PLAIN(float, f32, FUSED_F32)
+DEFINE_PLAIN(double, f64, FUSED_F64)
 
 /* ---- oneDNN kernels, kept by shape for the life of the process ---- */
 
@@ -299,9 +322,9 @@ enum {
     TILE = 256,        /* the largest side of a tile */
     TILE_LEAST = 64,   /* below, copying the operands costs more than a busy thread gains */
     TILES_WANTED = 16, /* tiles that a product should have, so that as many threads find work */
-    DEPTH_ONEDNN = 512,
-    DEPTH_PLAIN = 256, /* a panel of B in f64 is then 32 KiB, the first-level cache */
-    PLAIN_WORK = 4096  /* m*n*k up to which the plain kernel is faster than a call of oneDNN */
+    DEPTH_F32 = 512,
+    DEPTH_F64 = 256,  /* a panel of B is then 32 KiB, the first-level cache */
+    PLAIN_WORK = 8192 /* m*n*k up to which the plain kernel is faster than a call of oneDNN */
 };
 
 typedef struct plan {
@@ -320,9 +343,13 @@ static int64_t even_part(int64_t whole, int64_t most) {
 static bool is_empty(const cg_gemm *g) { return g->m <= 0 || g->n <= 0 || g->k <= 0; }
 
 static bool plan_make(const cg_gemm *g, plan *p, cg_error *error) {
-    int64_t mt = TILE, nt = TILE;
-    while (parts_of(g->m, mt) * parts_of(g->n, nt) < TILES_WANTED && (mt > TILE_LEAST || nt > TILE_LEAST)) {
-        if (min64(mt, g->m) >= min64(nt, g->n) ? mt > TILE_LEAST : nt <= TILE_LEAST)
+    /* Rows of B that are not cut are used in place, without a copy; then thin tiles pay. */
+    bool b_stays = !g->trans_b && g->ldb == g->n && g->n <= 2 * TILE_LEAST;
+    int64_t mt = TILE, nt = b_stays ? g->n : TILE;
+    int64_t mt_least = b_stays ? TILE_LEAST / 2 : TILE_LEAST, nt_least = b_stays ? nt : TILE_LEAST;
+    while (parts_of(g->m, mt) * parts_of(g->n, nt) < TILES_WANTED && (mt > mt_least || nt > nt_least)) {
+        bool wide = min64(nt, g->n) > min64(mt, g->m);
+        if (nt <= nt_least || (mt > mt_least && !wide))
             mt /= 2;
         else
             nt /= 2;
@@ -332,7 +359,7 @@ static bool plan_make(const cg_gemm *g, plan *p, cg_error *error) {
                                       g->m * g->n * g->k <= PLAIN_WORK);
     p->mt = even_part(g->m, mt);
     p->nt = even_part(g->n, nt);
-    p->kt = even_part(g->k, p->plain ? DEPTH_PLAIN : DEPTH_ONEDNN);
+    p->kt = even_part(g->k, g->dtype == CG_F64 ? DEPTH_F64 : DEPTH_F32);
     p->rows = parts_of(g->m, p->mt);
     p->cols = parts_of(g->n, p->nt);
     int64_t bytes = (int64_t)cg_dtype_bytes(g->dtype);
@@ -427,12 +454,13 @@ cg_gemm cg_gemm_dense(cg_dtype dtype, bool trans_a, bool trans_b, int64_t m, int
 
 size_t cg_gemm_serial_workspace(const cg_gemm *gemm) {
     plan p;
-    /* A kernel that cannot be compiled is reported by the run, which tries again. */
-    return is_empty(gemm) || !plan_make(gemm, &p, NULL) ? 0 : p.slot_bytes;
+    if (is_empty(gemm)) return 0;
+    return plan_make(gemm, &p, NULL) ? p.slot_bytes : SIZE_MAX; /* 0 would let a later run write to nowhere */
 }
 
 size_t cg_gemm_workspace(const cg_gemm *gemm) {
-    return (size_t)cg_thread_slots() * cg_gemm_serial_workspace(gemm);
+    size_t bytes = cg_gemm_serial_workspace(gemm);
+    return bytes == SIZE_MAX ? SIZE_MAX : (size_t)cg_thread_slots() * bytes;
 }
 
 bool cg_gemm_serial(const cg_gemm *gemm, const void *a, const void *b, void *c, void *workspace,

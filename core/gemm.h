@@ -21,15 +21,18 @@ typedef struct cg_gemm {
 /* The product with dense leading dimensions. */
 cg_gemm cg_gemm_dense(cg_dtype dtype, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k);
 
-/* Bytes of workspace that cg_gemm_run needs; the same for any number of threads. May compile kernels. */
+/* Bytes of workspace that cg_gemm_run needs; the same for any number of threads. May compile kernels, each
+ * in a fraction of a millisecond, so that the run need not; SIZE_MAX when oneDNN fails at that. Start it on a
+ * multiple of 64 bytes. */
 size_t cg_gemm_workspace(const cg_gemm *gemm);
 
 /* Run on all threads in use. Must not be called inside a parallel region. Fails only when oneDNN does. */
 bool cg_gemm_run(const cg_gemm *gemm, const void *a, const void *b, void *c, void *workspace, cg_error *error);
 
-/* The same for one tile on the calling thread alone, for use inside a parallel region; gives the same bits
- * as cg_gemm_run. One piece of scratch per thread slot. */
+/* The same on the calling thread alone, of any size, for use inside a parallel region; gives the same bits as
+ * cg_gemm_run. The workspace is that of one thread; it may be NULL when 0 bytes are asked for. */
 size_t cg_gemm_serial_workspace(const cg_gemm *gemm);
-bool cg_gemm_serial(const cg_gemm *gemm, const void *a, const void *b, void *c, void *workspace, cg_error *error);
+bool cg_gemm_serial(const cg_gemm *gemm, const void *a, const void *b, void *c, void *workspace,
+                    cg_error *error);
 
 #endif
