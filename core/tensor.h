@@ -49,7 +49,10 @@ const char *cg_dtype_name(cg_dtype dtype);
 bool cg_dtype_is_real(cg_dtype dtype);
 
 /* The shape with the given sizes: CG_SHAPE(T, D) as a value, CG_DIMS(3, 5) in a static initializer. */
-#define CG_DIMS(...) {(int)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), {__VA_ARGS__}}
+#define CG_DIMS(...)                                                                                           \
+    {                                                                                                          \
+        (int)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), { __VA_ARGS__ }                             \
+    }
 #define CG_SHAPE(...) ((cg_shape)CG_DIMS(__VA_ARGS__))
 
 bool cg_shape_equal(const cg_shape *a, const cg_shape *b);

@@ -10,8 +10,9 @@ static void add_gradient(cg_graph *graph, cg_value **grads, const cg_value *valu
     if (!grad) return;
     if (grad->dtype != value->dtype || !cg_shape_equal(&grad->shape, &value->shape)) {
         char name[256], want[128], got[128];
-        cg_graph_fail(graph, "the gradient of %s has shape %s, expected %s", cg_value_text(value, name, sizeof name),
-                      cg_shape_text(&grad->shape, got, sizeof got), cg_shape_text(&value->shape, want, sizeof want));
+        cg_graph_fail(graph, "the gradient of %s has shape %s, expected %s",
+                      cg_value_text(value, name, sizeof name), cg_shape_text(&grad->shape, got, sizeof got),
+                      cg_shape_text(&value->shape, want, sizeof want));
         return;
     }
     cg_value **sum = &grads[value->id];

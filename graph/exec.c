@@ -26,7 +26,9 @@ struct cg_exec {
     void *watcher_context;
 };
 
-static int64_t machine_bytes(void) { return (int64_t)sysconf(_SC_PHYS_PAGES) * (int64_t)sysconf(_SC_PAGE_SIZE); }
+static int64_t machine_bytes(void) {
+    return (int64_t)sysconf(_SC_PHYS_PAGES) * (int64_t)sysconf(_SC_PAGE_SIZE);
+}
 
 static bool is_pinned(const cg_exec *exec, const cg_storage *storage) {
     return storage->value && (storage->value->leaf || storage->last == exec->plan->n_steps - 1);
@@ -38,7 +40,8 @@ static bool block_new(cg_exec *exec, int s, cg_error *error) {
     const cg_storage *storage = &exec->plan->storages[s];
     size_t bytes = (size_t)storage->bytes;
     void *block = NULL; /* exact size: the byte behind it belongs to nobody */
-    if (posix_memalign(&block, CG_ALIGN, bytes ? bytes : 1)) return cg_fail(error, CG_FAILED, "out of memory for a block of %zu bytes", bytes);
+    if (posix_memalign(&block, CG_ALIGN, bytes ? bytes : 1))
+        return cg_fail(error, CG_FAILED, "out of memory for a block of %zu bytes", bytes);
     memset(block, storage->value && storage->value->leaf ? 0 : 0xff, bytes);
     exec->data[s] = block;
     exec->block_bytes += storage->reserved;
@@ -70,7 +73,8 @@ static bool blocks_born(cg_exec *exec, int t, cg_error *error) {
 
 static void blocks_dead(cg_exec *exec, int t) {
     for (int s = 0; s < exec->plan->n_storages; s++)
-        if (exec->plan->storages[s].last == t && !is_pinned(exec, &exec->plan->storages[s])) block_free(exec, s);
+        if (exec->plan->storages[s].last == t && !is_pinned(exec, &exec->plan->storages[s]))
+            block_free(exec, s);
 }
 
 /* ---- arguments ---- */
@@ -88,7 +92,6 @@ static void point(cg_exec *exec, int t) {
     for (int s = 0; s < node->n_out; s++) step->tensors[node->n_in + s].data = storage_data(exec, node->out[s]);
     int workspace = exec->plan->workspace_of[t];
     step->args.workspace = workspace < 0 ? NULL : exec->data[workspace];
-    if (exec->options.separate && node->op->alias) return;
 }
 
 static bool make_steps(cg_exec *exec, cg_error *error) {
@@ -103,8 +106,11 @@ static bool make_steps(cg_exec *exec, cg_error *error) {
             if (node->in[i]) step->tensors[i] = (cg_tensor){node->in[i]->dtype, node->in[i]->shape, NULL};
         for (int s = 0; s < node->n_out; s++)
             step->tensors[node->n_in + s] = (cg_tensor){node->out[s]->dtype, node->out[s]->shape, NULL};
-        step->args = (cg_run_args){.n_in = node->n_in, .n_out = node->n_out, .in = step->tensors,
-                                   .out = step->tensors + node->n_in, .attr = node->attr};
+        step->args = (cg_run_args){.n_in = node->n_in,
+                                   .n_out = node->n_out,
+                                   .in = step->tensors,
+                                   .out = step->tensors + node->n_in,
+                                   .attr = node->attr};
         if (!node->op->alias && !node->op->run[cg_node_dtype(node)])
             return cg_fail(error, CG_BAD_INPUT, "%s: %s has no kernel for %s", node->scope, node->op->name,
                            cg_dtype_name(cg_node_dtype(node)));
@@ -115,13 +121,14 @@ static bool make_steps(cg_exec *exec, cg_error *error) {
 static bool make_arena(cg_exec *exec, cg_error *error) {
     const cg_plan *plan = exec->plan;
     if (plan->peak_bytes > machine_bytes())
-        return cg_fail(error, CG_FAILED, "the step needs %lld bytes, this machine has %lld", (long long)plan->peak_bytes,
-                       (long long)machine_bytes());
+        return cg_fail(error, CG_FAILED, "the step needs %lld bytes, this machine has %lld",
+                       (long long)plan->peak_bytes, (long long)machine_bytes());
     exec->arena_bytes = (size_t)plan->peak_bytes;
     exec->arena = mmap(NULL, exec->arena_bytes + 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (exec->arena == MAP_FAILED) {
         exec->arena = NULL;
-        return cg_fail(error, CG_FAILED, "the machine refuses %lld bytes for the step", (long long)plan->peak_bytes);
+        return cg_fail(error, CG_FAILED, "the machine refuses %lld bytes for the step",
+                       (long long)plan->peak_bytes);
     }
     for (int s = 0; s < plan->n_storages; s++)
         if (plan->storages[s].offset >= 0) exec->data[s] = exec->arena + plan->storages[s].offset;
@@ -157,7 +164,8 @@ void cg_exec_free(cg_exec *exec) {
     if (!exec) return;
     if (exec->options.separate && exec->data)
         for (int s = 0; s < exec->plan->n_storages; s++)
-            if (!(exec->plan->storages[s].value && exec->plan->storages[s].value->external)) block_free(exec, s);
+            if (!(exec->plan->storages[s].value && exec->plan->storages[s].value->external))
+                block_free(exec, s);
     if (exec->arena) munmap(exec->arena, exec->arena_bytes + 1);
     for (int t = 0; exec->steps && t < exec->plan->n_steps; t++) free(exec->steps[t].tensors);
     free(exec->steps);
@@ -173,16 +181,12 @@ void cg_exec_bind(cg_exec *exec, const cg_value *leaf, void *data) {
         for (int t = 0; t < exec->plan->n_steps; t++) point(exec, t);
 }
 
-void *cg_exec_data(const cg_exec *exec, const cg_value *value) { return storage_data(exec, value); }
-
 void cg_exec_watch(cg_exec *exec, cg_exec_watcher watcher, void *context) {
     exec->watcher = watcher;
     exec->watcher_context = context;
 }
 
 int64_t cg_exec_measured_bytes(const cg_exec *exec) { return exec->high_water; }
-
-/* ---- running ---- */
 
 static void measure(cg_exec *exec, const void *data, int64_t bytes) {
     const char *p = data;
@@ -193,13 +197,23 @@ static void measure(cg_exec *exec, const void *data, int64_t bytes) {
     if (end > exec->high_water) exec->high_water = end;
 }
 
+/* What the caller is handed counts too: a leaf that no node reads is memory all the same. */
+void *cg_exec_data(const cg_exec *exec, const cg_value *value) {
+    void *data = storage_data(exec, value);
+    if (exec->arena) measure((cg_exec *)exec, data, cg_tensor_bytes(value->dtype, &value->shape));
+    return data;
+}
+
+/* ---- running ---- */
+
 static void measure_step(cg_exec *exec, int t) {
     const step_args *step = &exec->steps[t];
     for (int i = 0; i < step->args.n_in + step->args.n_out; i++) {
         const cg_tensor *tensor = &step->tensors[i];
         if (tensor->data) measure(exec, tensor->data, cg_tensor_bytes(tensor->dtype, &tensor->shape));
     }
-    if (step->args.workspace) measure(exec, step->args.workspace, exec->plan->storages[exec->plan->workspace_of[t]].bytes);
+    if (step->args.workspace)
+        measure(exec, step->args.workspace, exec->plan->storages[exec->plan->workspace_of[t]].bytes);
 }
 
 static void poison(cg_exec *exec, int t) {
@@ -223,7 +237,8 @@ static bool verify_clone(cg_exec *exec, int t, cg_error *error) {
         int64_t n = cg_shape_count(&clone->out[s]->shape);
         for (int64_t i = 0; i < n; i++)
             if (memcmp(a + (size_t)i * element, b + (size_t)i * element, element))
-                return cg_fail(error, CG_FAILED, "the recomputed output %s differs from the original at element %lld",
+                return cg_fail(error, CG_FAILED,
+                               "the recomputed output %s differs from the original at element %lld",
                                clone->op->out[s], (long long)i);
     }
     return true;
@@ -252,7 +267,8 @@ static bool run_step(cg_exec *exec, int t, cg_error *error) {
         ok = node->op->run[cg_node_dtype(node)](&step->args);
         if (exec->watcher) exec->watcher(exec->watcher_context, t, node, now_us() - start);
         if (!ok) cg_fail(error, CG_FAILED, "failed");
-        if (ok && exec->options.verify_recompute && node->pass == CG_RECOMPUTE) ok = verify_clone(exec, t, error);
+        if (ok && exec->options.verify_recompute && node->pass == CG_RECOMPUTE)
+            ok = verify_clone(exec, t, error);
         if (!ok) {
             cg_error_at(error, "%s", node->op->name);
             if (node->scope[0]) cg_error_at(error, "%s", node->scope);
@@ -264,7 +280,9 @@ static bool run_step(cg_exec *exec, int t, cg_error *error) {
 
 bool cg_exec_run(cg_exec *exec, unsigned passes, cg_error *error) {
     for (int t = 0; t < exec->plan->n_steps; t++) {
-        if (!(passes & CG_PASS_BIT(exec->plan->steps[t]->pass))) continue;
+        const cg_node *node = exec->plan->steps[t];
+        if (!(passes & CG_PASS_BIT(node->pass))) continue;
+        if ((passes & CG_HOLD_CHOICES) && node->op->replay == CG_REPLAY_CHOICE) continue;
         if (!run_step(exec, t, error)) return false;
     }
     return true;

@@ -7,9 +7,9 @@
 typedef struct cg_exec cg_exec;
 
 typedef struct cg_exec_options {
-    bool separate;         /* debugging: each storage is a heap block of its own, allocated at its birth and freed at
-                              its death, so that AddressSanitizer sees every access outside a value or its life */
-    bool poison;           /* debugging: fill each output and workspace with NaN (all bits set) before its node runs */
+    bool separate; /* debugging: each storage is a heap block of its own, allocated at its birth and freed at
+                      its death, so that AddressSanitizer sees every access outside a value or its life */
+    bool poison;   /* debugging: fill each output and workspace with NaN (all bits set) before its node runs */
     bool verify_recompute; /* compare every clone with its original, bit for bit (needs a plan made with
                               keep_cloned_originals); the first that differs is the error */
 } cg_exec_options;
@@ -27,6 +27,7 @@ void *cg_exec_data(const cg_exec *exec, const cg_value *value);
 
 #define CG_PASS_BIT(pass) (1u << (pass))
 #define CG_ALL_PASSES ((1u << CG_PASSES) - 1)
+#define CG_HOLD_CHOICES (1u << CG_PASSES) /* nodes that choose do not run again; their outputs must be kept */
 
 /* Run the nodes of the given passes in order. On failure the sentence names scope and op. */
 bool cg_exec_run(cg_exec *exec, unsigned passes, cg_error *error);

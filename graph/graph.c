@@ -117,7 +117,8 @@ const char *cg_pass_name(cg_pass pass) {
     return names[pass];
 }
 
-static cg_value *value_new(cg_graph *graph, const char *name, const char *scope, cg_dtype dtype, cg_shape shape) {
+static cg_value *value_new(cg_graph *graph, const char *name, const char *scope, cg_dtype dtype,
+                           cg_shape shape) {
     int64_t bytes = cg_tensor_bytes(dtype, &shape);
     if (bytes > graph->max_value_bytes) {
         char text[128];
@@ -125,7 +126,8 @@ static cg_value *value_new(cg_graph *graph, const char *name, const char *scope,
                              cg_shape_text(&shape, text, sizeof text), cg_dtype_name(dtype),
                              (long long)graph->max_value_bytes);
     }
-    if (!grow(graph, (void **)&graph->values, &graph->values_capacity, graph->n_values, sizeof(void *))) return NULL;
+    if (!grow(graph, (void **)&graph->values, &graph->values_capacity, graph->n_values, sizeof(void *)))
+        return NULL;
     cg_value *value = pool_take(graph, sizeof *value);
     if (!value) return NULL;
     value->id = graph->n_values;
@@ -182,7 +184,8 @@ cg_value *cg_apply(cg_graph *graph, const cg_op *op, const void *attr, cg_value 
         if (graph->error.code == CG_OK) cg_refuse(&infer, "refused its inputs");
         return NULL;
     }
-    if (!grow(graph, (void **)&graph->nodes, &graph->nodes_capacity, graph->n_nodes, sizeof(void *))) return NULL;
+    if (!grow(graph, (void **)&graph->nodes, &graph->nodes_capacity, graph->n_nodes, sizeof(void *)))
+        return NULL;
     cg_node *node = pool_take(graph, sizeof *node);
     if (!node) return NULL;
     node->op = op;
@@ -308,13 +311,15 @@ cg_dtype cg_node_dtype(const cg_node *node) {
 }
 
 bool cg_wants_grad(const cg_node *node, int i) {
-    return node->in[i] && node->in[i]->needs_grad && (node->op->differentiable & CG_BIT(node->op->variadic ? 0 : i));
+    return node->in[i] && node->in[i]->needs_grad &&
+           (node->op->differentiable & CG_BIT(node->op->variadic ? 0 : i));
 }
 
 double cg_node_bytes(const cg_node *node) {
     double bytes = 0;
     for (int i = 0; i < node->n_in; i++)
         if (node->in[i]) bytes += (double)cg_tensor_bytes(node->in[i]->dtype, &node->in[i]->shape);
-    for (int s = 0; s < node->n_out; s++) bytes += (double)cg_tensor_bytes(node->out[s]->dtype, &node->out[s]->shape);
+    for (int s = 0; s < node->n_out; s++)
+        bytes += (double)cg_tensor_bytes(node->out[s]->dtype, &node->out[s]->shape);
     return bytes;
 }

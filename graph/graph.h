@@ -47,9 +47,9 @@ struct cg_value {
     cg_node *producer; /* NULL: a leaf */
     int slot;          /* which output of the producer */
     cg_leaf_kind leaf;
-    bool needs_grad;   /* a parameter, or computed from one through differentiable inputs */
-    bool keep;         /* readable after a run: its memory is not given to anyone else */
-    bool external;     /* a leaf whose memory the caller lends (cg_exec_bind): no bytes of the arena */
+    bool needs_grad; /* a parameter, or computed from one through differentiable inputs */
+    bool keep;       /* readable after a run: its memory is not given to anyone else */
+    bool external;   /* a leaf whose memory the caller lends (cg_exec_bind): no bytes of the arena */
 };
 
 struct cg_node {
@@ -130,11 +130,12 @@ bool cg_autodiff(cg_graph *graph, cg_value *const *outputs, cg_value *const *see
  *
  *     OP[,OP...][@SCOPE]      e.g.  indexer_head_scores,softmax@layer*;rms_norm
  *
- * OP and SCOPE may hold * and ?; a scope pattern also covers what lies below it. Each forward node that matches and
- * whose output is read in backward is cloned there, right before its first reader, together with the matching nodes
- * it needs. Readers form groups: consecutive backward nodes of one scope share a clone, others get their own, so a
- * clone never lives from one scope to another. Nodes that choose are never cloned. Refuses an op name that no op
- * has, and naming a choice. Returns the number of clones through n_clones (may be NULL). Call after cg_autodiff. */
+ * OP and SCOPE may hold * and ?; a scope pattern also covers what lies below it. Each forward node that matches
+ * and whose output is read in backward is cloned there, right before its first reader, together with the
+ * matching nodes it needs. Readers form groups: consecutive backward nodes of one scope share a clone, others
+ * get their own, so a clone never lives from one scope to another. Nodes that choose are never cloned. Refuses
+ * an op name that no op has, and naming a choice. Returns the number of clones through n_clones (may be NULL).
+ * Call after cg_autodiff. */
 bool cg_recompute(cg_graph *graph, const char *policy, int *n_clones);
 
 #endif

@@ -70,13 +70,13 @@ typedef bool (*cg_kernel)(const cg_run_args *args);
 
 /* One input of a case. Real inputs run as f32 and as f64. */
 typedef struct cg_case_input {
-    bool absent;           /* an optional input left out */
-    bool constant;         /* a real input with no gradient wanted */
-    bool wrong_dtype;      /* for refusals: a real input is given as i32, an i32 input as f32 */
+    bool absent;      /* an optional input left out */
+    bool constant;    /* a real input with no gradient wanted */
+    bool wrong_dtype; /* for refusals: a real input is given as i32, an i32 input as f32 */
     cg_shape shape;
-    const int32_t *i32;    /* an i32 input and its data */
-    const double *real;    /* given data; NULL: offset + scale * standard normal, drawn from the seed */
-    double scale, offset;  /* scale 0 means 1 */
+    const int32_t *i32;   /* an i32 input and its data */
+    const double *real;   /* given data; NULL: offset + scale * standard normal, drawn from the seed */
+    double scale, offset; /* scale 0 means 1 */
 } cg_case_input;
 
 /* A case: tiny for the gradient check, odd for the edges, or one that must be refused. */
@@ -85,23 +85,23 @@ typedef struct cg_case {
     cg_case_input in[CG_MAX_IN];
     int n_in; /* for variadic ops; 0: as many as the table names */
     const void *attr;
-    const char *crosses;  /* the saved set: names of this op's inputs and outputs that its backward reads */
-    const char *refuses;  /* building must fail with a sentence holding this text; nothing is run */
-    const char *run_error;/* running must fail with a sentence holding this text (bad data) */
-    bool large;           /* too large for a gradient check: f32 against f64 only */
-    double f32_bound;     /* relative norm of f32 against f64; 0 means 1e-5 */
+    const char *crosses;   /* the saved set: names of this op's inputs and outputs that its backward reads */
+    const char *refuses;   /* building must fail with a sentence holding this text; nothing is run */
+    const char *run_error; /* running must fail with a sentence holding this text (bad data) */
+    bool large;            /* too large for a gradient check: f32 against f64 only */
+    double f32_bound;      /* relative norm of f32 against f64; 0 means 1e-5 */
 } cg_case;
 
 #define CG_CASES(array) .cases = (array), .n_cases = (int)(sizeof(array) / sizeof((array)[0]))
 
 struct cg_op {
-    const char *name; /* the one word used in files, messages, policies and traces */
-    const char *doc;  /* one line for lists */
+    const char *name;                            /* the one word used in files, messages, policies and traces */
+    const char *doc;                             /* one line for lists */
     const char *in[CG_MAX_IN], *out[CG_MAX_OUT]; /* names used in every message */
-    bool variadic;          /* any number (>= 1) of inputs, all named in[0] */
-    unsigned optional;      /* bits of inputs that may be absent */
-    size_t attr_bytes;      /* sizeof the attribute struct; 0: none */
-    bool (*infer)(cg_infer *infer); /* pure: outputs and refusals, no data */
+    bool variadic;                               /* any number (>= 1) of inputs, all named in[0] */
+    unsigned optional;                           /* bits of inputs that may be absent */
+    size_t attr_bytes;                           /* sizeof the attribute struct; 0: none */
+    bool (*infer)(cg_infer *infer);              /* pure: outputs and refusals, no data */
 
     unsigned differentiable; /* bits of inputs that gradients flow to; 0: none, and no_grad says why */
     unsigned constant_out;   /* bits of real outputs through which no gradient flows (a teacher, a statistic) */

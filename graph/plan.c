@@ -49,17 +49,26 @@ static bool choose_steps(cg_plan *plan) {
 
 static cg_category category_of(const cg_value *value) {
     switch (value->leaf) {
-    case CG_LEAF_PARAMETER: return CG_PARAMETER;
-    case CG_LEAF_GRADIENT: return CG_GRADIENT;
-    case CG_LEAF_OPTIMIZER: return CG_OPTIMIZER;
-    case CG_LEAF_INPUT: return CG_INPUT;
-    case CG_LEAF_NONE: break;
+    case CG_LEAF_PARAMETER:
+        return CG_PARAMETER;
+    case CG_LEAF_GRADIENT:
+        return CG_GRADIENT;
+    case CG_LEAF_OPTIMIZER:
+        return CG_OPTIMIZER;
+    case CG_LEAF_INPUT:
+        return CG_INPUT;
+    case CG_LEAF_NONE:
+        break;
     }
     switch (value->producer->pass) {
-    case CG_BACKWARD: return CG_GRADIENT;
-    case CG_RECOMPUTE: return CG_RECOMPUTED;
-    case CG_OPTIMIZE: return CG_OPTIMIZER;
-    default: return CG_ACTIVATION; /* becomes CG_SAVED when backward reads it */
+    case CG_BACKWARD:
+        return CG_GRADIENT;
+    case CG_RECOMPUTE:
+        return CG_RECOMPUTED;
+    case CG_OPTIMIZE:
+        return CG_OPTIMIZER;
+    default:
+        return CG_ACTIVATION; /* becomes CG_SAVED when backward reads it */
     }
 }
 
@@ -72,9 +81,11 @@ static bool round_up(int64_t bytes, int64_t *rounded) {
 static cg_storage *add_storage(cg_plan *plan, cg_category category, int64_t bytes, int first, int last,
                                cg_error *error) {
     cg_storage *storage = &plan->storages[plan->n_storages];
-    *storage = (cg_storage){.category = category, .bytes = bytes, .first = first, .last = last, .taken_over = -1};
+    *storage =
+        (cg_storage){.category = category, .bytes = bytes, .first = first, .last = last, .taken_over = -1};
     if (!round_up(bytes, &storage->reserved)) {
-        cg_fail(error, CG_BAD_INPUT, "a value or workspace of %lld bytes does not fit a plan", (long long)bytes);
+        cg_fail(error, CG_BAD_INPUT, "a value or workspace of %lld bytes does not fit a plan",
+                (long long)bytes);
         return NULL;
     }
     plan->n_storages++;
@@ -118,8 +129,8 @@ static bool find_lifetimes(cg_plan *plan, const cg_plan_options *options, cg_err
         plan->workspace_of[t] = -1;
         size_t bytes = node->op->workspace ? node->op->workspace(node) : 0;
         if (bytes > INT64_MAX / 2)
-            return cg_fail(error, CG_BAD_INPUT, "%s: %s: its workspace of %zu bytes does not fit a plan", node->scope,
-                           node->op->name, bytes);
+            return cg_fail(error, CG_BAD_INPUT, "%s: %s: its workspace of %zu bytes does not fit a plan",
+                           node->scope, node->op->name, bytes);
         if (bytes) {
             cg_storage *storage = add_storage(plan, CG_WORKSPACE, (int64_t)bytes, t, t, error);
             if (!storage) return false;
@@ -152,7 +163,8 @@ static bool may_take_over(const cg_plan *plan, int t, int i) {
     if (from->value->leaf || from->last != t || from->bytes != to->bytes || from->value->keep) return false;
     if (from->first == t || from == to) return false;
     for (int k = 0; k < node->n_in; k++) /* another input in the same place would be read after the write */
-        if (k != i && node->in[k] && plan->storage_of[node->in[k]->id] == plan->storage_of[node->in[i]->id]) return false;
+        if (k != i && node->in[k] && plan->storage_of[node->in[k]->id] == plan->storage_of[node->in[i]->id])
+            return false;
     for (int s = 1; s < node->n_out; s++)
         if (plan->storage_of[node->out[s]->id] == plan->storage_of[node->in[i]->id]) return false;
     return true;
@@ -224,7 +236,8 @@ static bool lay_out(cg_plan *plan, cg_error *error) {
     int n = plan->n_storages;
     block *blocks = calloc((size_t)n + 1, sizeof *blocks);
     int *block_of = malloc(((size_t)n + 1) * sizeof *block_of);
-    block **order = malloc(((size_t)n + 1) * sizeof *order), **placed = malloc(((size_t)n + 1) * sizeof *placed);
+    block **order = malloc(((size_t)n + 1) * sizeof *order),
+          **placed = malloc(((size_t)n + 1) * sizeof *placed);
     int64_t *best = malloc(((size_t)n + 1) * sizeof *best);
     bool ok = blocks && block_of && order && placed && best;
     int n_blocks = 0;
@@ -388,6 +401,7 @@ void cg_saved_free(cg_saved *saved, int n) {
 double cg_plan_flops(const cg_plan *plan, cg_pass pass) {
     double flops = 0;
     for (int t = 0; t < plan->n_steps; t++)
-        if (plan->steps[t]->pass == pass && plan->steps[t]->op->cost) flops += plan->steps[t]->op->cost(plan->steps[t]).flops;
+        if (plan->steps[t]->pass == pass && plan->steps[t]->op->cost)
+            flops += plan->steps[t]->op->cost(plan->steps[t]).flops;
     return flops;
 }

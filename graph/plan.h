@@ -25,11 +25,11 @@ typedef struct cg_storage {
     const cg_value *value; /* NULL for a workspace */
     const cg_node *node;   /* the node of a workspace, else NULL */
     cg_category category;
-    int64_t bytes;         /* exact */
-    int64_t reserved;      /* bytes rounded up to CG_ALIGN */
-    int64_t offset;        /* in the arena; -1: external, or taken over */
-    int first, last;       /* steps, both included */
-    int taken_over;        /* a storage whose place this one takes in place at `first`; -1: none */
+    int64_t bytes;    /* exact */
+    int64_t reserved; /* bytes rounded up to CG_ALIGN */
+    int64_t offset;   /* in the arena; -1: external, or taken over */
+    int first, last;  /* steps, both included */
+    int taken_over;   /* a storage whose place this one takes in place at `first`; -1: none */
 } cg_storage;
 
 enum { CG_ALIGN = 64 };
@@ -48,8 +48,8 @@ typedef struct cg_plan {
 } cg_plan;
 
 typedef struct cg_plan_options {
-    bool no_reuse_in_place;      /* never let an output take the place of a dying input */
-    bool keep_cloned_originals;  /* let originals live until their clones are compared with them */
+    bool no_reuse_in_place;     /* never let an output take the place of a dying input */
+    bool keep_cloned_originals; /* let originals live until their clones are compared with them */
 } cg_plan_options;
 
 /* Plan a graph. Roots are the values marked by cg_keep and the nodes that change a leaf; what they do not need

@@ -74,8 +74,8 @@ static int parse_policy(cg_graph *graph, const char *policy, policy_term *terms)
         if (!length) continue;
         char *at = strchr(term, '@');
         if (at) *at++ = 0;
-        if (strlen(term) >= sizeof terms[n].ops || (at && strlen(at) >= sizeof terms[n].scope) || (at && !*at) ||
-            !*term) {
+        if (strlen(term) >= sizeof terms[n].ops || (at && strlen(at) >= sizeof terms[n].scope) ||
+            (at && !*at) || !*term) {
             cg_graph_fail(graph, "recompute policy: expected OP[,OP...][@SCOPE], got %.*s", (int)length, p);
             return -1;
         }

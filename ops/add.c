@@ -28,9 +28,11 @@ static cg_cost add_cost(const cg_node *node) {
 static const cg_case add_cases[] = {
     {.name = "odd", .in = {{.shape = CG_DIMS(3, 5)}, {.shape = CG_DIMS(3, 5)}}, .crosses = ""},
     {.name = "empty", .in = {{.shape = CG_DIMS(0)}, {.shape = CG_DIMS(0)}}, .crosses = ""},
-    {.name = "shapes differ", .in = {{.shape = CG_DIMS(3, 5)}, {.shape = CG_DIMS(5, 3)}},
+    {.name = "shapes differ",
+     .in = {{.shape = CG_DIMS(3, 5)}, {.shape = CG_DIMS(5, 3)}},
      .refuses = "b has shape [5, 3], expected [3, 5] as a has"},
-    {.name = "wrong dtype", .in = {{.shape = CG_DIMS(2)}, {.shape = CG_DIMS(2), .wrong_dtype = true}},
+    {.name = "wrong dtype",
+     .in = {{.shape = CG_DIMS(2)}, {.shape = CG_DIMS(2), .wrong_dtype = true}},
      .refuses = "b is i32"},
 };
 

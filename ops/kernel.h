@@ -46,4 +46,5 @@
 
 #undef CG_KERNEL_FILE
 
-#define CG_RUN(name) {[CG_F32] = name##_f32, [CG_F64] = name##_f64}
+#define CG_RUN(name)                                                                                           \
+    { [CG_F32] = name##_f32, [CG_F64] = name##_f64 }

@@ -29,7 +29,9 @@ static cg_cost reshape_cost(const cg_node *node) {
 
 static const cg_case reshape_cases[] = {
     {.name = "odd", .in = {{.shape = CG_DIMS(3, 4)}}, .attr = &(reshape_attr){CG_DIMS(2, 3, 2)}, .crosses = ""},
-    {.name = "count differs", .in = {{.shape = CG_DIMS(3, 4)}}, .attr = &(reshape_attr){CG_DIMS(5, 2)},
+    {.name = "count differs",
+     .in = {{.shape = CG_DIMS(3, 4)}},
+     .attr = &(reshape_attr){CG_DIMS(5, 2)},
      .refuses = "as many elements"},
 };
 

@@ -32,8 +32,13 @@ static cg_cost scale_cost(const cg_node *node) {
 static const cg_case scale_cases[] = {
     {.name = "odd", .in = {{.shape = CG_DIMS(3, 5)}}, .attr = &(scale_attr){-1.75}, .crosses = ""},
     {.name = "empty", .in = {{.shape = CG_DIMS(0, 5)}}, .attr = &(scale_attr){2}, .crosses = ""},
-    {.name = "not finite", .in = {{.shape = CG_DIMS(2)}}, .attr = &(scale_attr){__builtin_inf()}, .refuses = "finite"},
-    {.name = "wrong dtype", .in = {{.shape = CG_DIMS(2), .wrong_dtype = true}}, .attr = &(scale_attr){2},
+    {.name = "not finite",
+     .in = {{.shape = CG_DIMS(2)}},
+     .attr = &(scale_attr){__builtin_inf()},
+     .refuses = "finite"},
+    {.name = "wrong dtype",
+     .in = {{.shape = CG_DIMS(2), .wrong_dtype = true}},
+     .attr = &(scale_attr){2},
      .refuses = "x is i32, expected f32 or f64"},
 };
 

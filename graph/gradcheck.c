@@ -1,0 +1,269 @@
+#include "graph/gradcheck.h"
+
+#include "core/rng.h"
+
+#include <float.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Below this share of the leaf's largest derivative an entry is measured against that share: differences of f64
+ * values carry an absolute rounding error of about 1e-11. */
+static const double small_row = 1e-3;
+
+enum { RUN_FORWARD = CG_PASS_BIT(CG_FORWARD), RUN_BOTH = CG_ALL_PASSES & ~CG_PASS_BIT(CG_OPTIMIZE) };
+
+void cg_keep_choices(cg_graph *graph) {
+    for (int n = 0; n < graph->n_nodes; n++)
+        for (int s = 0; graph->nodes[n]->op->replay == CG_REPLAY_CHOICE && s < graph->nodes[n]->n_out; s++)
+            cg_keep(graph->nodes[n]->out[s]);
+}
+
+typedef struct column { /* one entry of one leaf */
+    int leaf;
+    int64_t entry;
+    double h;
+} column;
+
+typedef struct work {
+    const cg_gradcheck *check;
+    int64_t n_rows; /* output entries, or 1: their sum weighted by the random output gradient */
+    int64_t n_columns;
+    column *columns;
+    double *base;         /* [n_rows] */
+    double *plus, *minus; /* [n_columns, n_rows] */
+    double *weights;      /* the random output gradient, over all output entries */
+    int64_t n_out;
+} work;
+
+static int64_t count(const cg_value *value) { return cg_shape_count(&value->shape); }
+
+/* The outputs as rows. */
+static void read_outputs(const work *w, double *rows) {
+    int64_t at = 0;
+    double sum = 0;
+    for (int o = 0; o < w->check->n_outputs; o++) {
+        const double *data = cg_exec_data(w->check->exec, w->check->outputs[o]);
+        for (int64_t i = 0; i < count(w->check->outputs[o]); i++, at++) {
+            if (w->check->full_jacobian)
+                rows[at] = data[i];
+            else
+                sum += w->weights[at] * data[i];
+        }
+    }
+    if (!w->check->full_jacobian) rows[0] = sum;
+}
+
+static bool evaluate(const work *w, const column *c, double delta, double *rows, cg_error *error) {
+    double *x = (double *)cg_exec_data(w->check->exec, w->check->wrt[c->leaf]) + c->entry;
+    double kept = *x;
+    *x = kept + delta;
+    bool ok = cg_exec_run(w->check->exec, RUN_FORWARD | CG_HOLD_CHOICES, error);
+    if (ok) read_outputs(w, rows); /* before x is restored: an output may be x under another shape */
+    *x = kept;
+    return ok;
+}
+
+/* Set the output gradients: one-hot at output entry `row`, or all of the random one (row < 0). */
+static void seed_outputs(const work *w, int64_t row) {
+    int64_t at = 0;
+    for (int o = 0; o < w->check->n_outputs; o++) {
+        double *data = cg_exec_data(w->check->exec, w->check->seeds[o]);
+        for (int64_t i = 0; i < count(w->check->outputs[o]); i++, at++)
+            data[i] = row < 0 ? w->weights[at] : at == row;
+    }
+}
+
+/* f of one row, or of all rows weighted. */
+static double weighted(const work *w, const double *rows, int64_t row) {
+    if (!w->check->full_jacobian) return rows[0];
+    if (row >= 0) return rows[row];
+    double sum = 0;
+    for (int64_t r = 0; r < w->n_rows; r++) sum += w->weights[r] * rows[r];
+    return sum;
+}
+
+/* Compare the analytic gradients now in memory with the numeric ones of output entry `row` (-1: weighted sum).
+ */
+static void compare(const work *w, int64_t row, const double *leaf_scale, bool *nonzero,
+                    cg_gradcheck_report *report) {
+    const cg_gradcheck *check = w->check;
+    double tolerance = check->tolerance > 0 ? check->tolerance : 1e-6;
+    double *row_scale = calloc((size_t)check->n_wrt + 1, sizeof *row_scale);
+    if (!row_scale) return;
+    for (int pass = 0; pass < 2; pass++)
+        for (int64_t c = 0; c < w->n_columns; c++) {
+            const column *col = &w->columns[c];
+            const cg_value *leaf = check->wrt[col->leaf];
+            double analytic = ((const double *)cg_exec_data(check->exec, check->grads[col->leaf]))[col->entry];
+            double f_plus = weighted(w, w->plus + c * w->n_rows, row),
+                   f_minus = weighted(w, w->minus + c * w->n_rows, row);
+            double numeric = (f_plus - f_minus) / (2 * col->h);
+            double *scale = &row_scale[col->leaf];
+            if (pass == 0) {
+                *scale = fmax(*scale, fmax(fabs(analytic), fabs(numeric)));
+                continue;
+            }
+            double measure = fmax(fmax(*scale, small_row * leaf_scale[col->leaf]), 1e-6);
+            double rel = fabs(analytic - numeric) / measure;
+            if (isnan(rel)) rel = DBL_MAX;
+            if (!(rel <= tolerance)) {
+                double f = weighted(w, w->base, row);
+                double right = (f_plus - f) / col->h, left = (f - f_minus) / col->h;
+                double low = fmin(left, right), high = fmax(left, right), slack = 1e-4 * measure;
+                if (high - low > 1e-2 * measure && analytic >= low - slack && analytic <= high + slack) {
+                    report->n_kinks++;
+                    continue;
+                }
+            }
+            report->n_entries++;
+            if (nonzero && fabs(numeric) > 1e-9) nonzero[col->leaf] = true;
+            if (rel <= report->worst_rel) continue;
+            report->worst_rel = rel;
+            char name[128];
+            snprintf(report->worst, sizeof report->worst,
+                     "%s entry %lld by %s %lld: analytic %.12g, numeric %.12g, step %.1e",
+                     cg_value_text(leaf, name, sizeof name), (long long)col->entry,
+                     row < 0 ? "random output gradient" : "output entry", (long long)(row < 0 ? 0 : row),
+                     analytic, numeric, col->h);
+        }
+    free(row_scale);
+}
+
+static bool allocate(work *w) {
+    const cg_gradcheck *check = w->check;
+    for (int o = 0; o < check->n_outputs; o++) w->n_out += count(check->outputs[o]);
+    w->n_rows = check->full_jacobian ? w->n_out : 1;
+    for (int k = 0; k < check->n_wrt; k++) {
+        int64_t n = count(check->wrt[k]);
+        w->n_columns += check->max_entries && n > check->max_entries ? check->max_entries : n;
+    }
+    size_t cells = (size_t)w->n_columns * (size_t)w->n_rows;
+    w->columns = calloc((size_t)w->n_columns + 1, sizeof *w->columns);
+    w->base = calloc((size_t)w->n_rows + 1, sizeof *w->base);
+    w->plus = calloc(cells + 1, sizeof *w->plus);
+    w->minus = calloc(cells + 1, sizeof *w->minus);
+    w->weights = calloc((size_t)w->n_out + 1, sizeof *w->weights);
+    if (!w->columns || !w->base || !w->plus || !w->minus || !w->weights) return false;
+    int64_t c = 0;
+    for (int k = 0; k < check->n_wrt; k++) {
+        int64_t n = count(check->wrt[k]),
+                used = check->max_entries && n > check->max_entries ? check->max_entries : n;
+        const double *x = cg_exec_data(check->exec, check->wrt[k]);
+        for (int64_t i = 0; i < used; i++) {
+            int64_t entry = i * n / used;
+            double h = (check->step > 0 ? check->step : 1e-5) * fmax(1, fabs(x[entry]));
+            w->columns[c++] = (column){k, entry, h};
+        }
+    }
+    for (int64_t i = 0; i < w->n_out; i++) w->weights[i] = cg_random_normal(2, 0, (uint64_t)i);
+    return true;
+}
+
+static bool check_all(work *w, bool *nonzero, cg_gradcheck_report *report, cg_error *error) {
+    const cg_gradcheck *check = w->check;
+    if (!cg_exec_run(check->exec, RUN_FORWARD, error)) return false;
+    read_outputs(w, w->base);
+    double *leaf_scale = calloc((size_t)check->n_wrt + 1, sizeof *leaf_scale);
+    bool ok = leaf_scale || cg_fail(error, CG_FAILED, "out of memory in a gradient check");
+    for (int64_t c = 0; ok && c < w->n_columns; c++) {
+        const column *col = &w->columns[c];
+        double *plus = w->plus + c * w->n_rows, *minus = w->minus + c * w->n_rows;
+        ok = evaluate(w, col, col->h, plus, error) && evaluate(w, col, -col->h, minus, error);
+        for (int64_t r = 0; ok && r < w->n_rows; r++)
+            leaf_scale[col->leaf] = fmax(leaf_scale[col->leaf], fabs(plus[r] - minus[r]) / (2 * col->h));
+    }
+    for (int64_t row = check->full_jacobian ? 0 : w->n_out; ok && row <= w->n_out; row++) {
+        int64_t which = row == w->n_out ? -1 : row;
+        seed_outputs(w, which);
+        ok = cg_exec_run(check->exec, RUN_BOTH | CG_HOLD_CHOICES, error);
+        if (ok) compare(w, which, leaf_scale, nonzero, report);
+    }
+    free(leaf_scale);
+    return ok;
+}
+
+bool cg_gradcheck_run(const cg_gradcheck *check, bool *nonzero, cg_gradcheck_report *report, cg_error *error) {
+    *report = (cg_gradcheck_report){0};
+    bool any[256] = {false}, *seen = nonzero ? nonzero : any;
+    if (!nonzero && check->n_wrt > 256)
+        return cg_fail(error, CG_BAD_INPUT, "a gradient check of over 256 leaves");
+    work w = {.check = check};
+    bool ok = allocate(&w) || cg_fail(error, CG_FAILED, "out of memory in a gradient check");
+    ok = ok && check_all(&w, seen, report, error);
+    free(w.columns);
+    free(w.base);
+    free(w.plus);
+    free(w.minus);
+    free(w.weights);
+    bool some = false;
+    for (int k = 0; k < check->n_wrt; k++) some |= seen[k];
+    report->ok = ok && some && report->n_entries > 0 &&
+                 report->worst_rel <= (check->tolerance > 0 ? check->tolerance : 1e-6);
+    return ok;
+}
+
+static bool check_case(const cg_op_set *ops, const cg_op *op, const cg_case *the_case, bool *nonzero_input,
+                       bool *checked, cg_gradcheck_report *report, cg_error *error) {
+    cg_case_graph built;
+    cg_plan *plan = NULL;
+    cg_exec *exec = NULL;
+    *checked = false;
+    bool ok = cg_case_build(ops, op, the_case, CG_F64, &built) || cg_fail(error, CG_FAILED, "out of memory");
+    ok = ok && (plan = cg_plan_make(built.graph, NULL, error)) != NULL;
+    if (ok && built.n_wrt && built.n_seeds) {
+        bool nonzero[CG_MAX_IN] = {false};
+        ok = (exec = cg_exec_new(plan, &(cg_exec_options){.poison = true}, error)) != NULL;
+        if (ok) cg_case_fill(&built, exec);
+        cg_gradcheck check = {.exec = exec,
+                              .n_outputs = built.n_seeds,
+                              .outputs = built.seeded,
+                              .seeds = built.seed,
+                              .n_wrt = built.n_wrt,
+                              .wrt = built.wrt,
+                              .grads = built.grad,
+                              .full_jacobian = true};
+        ok = ok && cg_gradcheck_run(&check, nonzero, report, error);
+        for (int k = 0; k < built.n_wrt; k++)
+            nonzero_input[op->variadic ? 0 : built.wrt_input[k]] |= nonzero[k];
+        *checked = ok;
+    }
+    cg_exec_free(exec);
+    cg_plan_free(plan);
+    cg_case_free(&built);
+    if (!ok) cg_error_at(error, "%s, case %s", op->name, the_case->name);
+    return ok;
+}
+
+bool cg_gradcheck_op(const cg_op_set *ops, const cg_op *op, int *n_cases, cg_gradcheck_report *report,
+                     cg_error *error) {
+    *report = (cg_gradcheck_report){0};
+    *n_cases = 0;
+    bool nonzero[CG_MAX_IN] = {false};
+    for (int c = 0; c < op->n_cases && op->differentiable; c++) {
+        const cg_case *the_case = &op->cases[c];
+        if (the_case->refuses || the_case->run_error || the_case->large) continue;
+        cg_gradcheck_report one = {0};
+        bool checked;
+        if (!check_case(ops, op, the_case, nonzero, &checked, &one, error)) return false;
+        *n_cases += checked;
+        report->n_entries += one.n_entries;
+        report->n_kinks += one.n_kinks;
+        if (one.worst_rel <= report->worst_rel) continue;
+        report->worst_rel = one.worst_rel;
+        snprintf(report->worst, sizeof report->worst, "%.40s: %.200s", the_case->name, one.worst);
+    }
+    if (!op->differentiable) {
+        report->ok = op->no_grad != NULL;
+        return true;
+    }
+    report->ok = report->n_entries > 0 && report->worst_rel <= 1e-6;
+    for (int i = 0; i < CG_MAX_IN; i++)
+        if ((op->differentiable & CG_BIT(i)) && !nonzero[i]) {
+            report->ok = false;
+            snprintf(report->worst, sizeof report->worst, "no case has a gradient to %s that is not zero",
+                     op->in[i]);
+        }
+    return true;
+}

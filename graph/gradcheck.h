@@ -1,0 +1,44 @@
+/* Gradient checks: analytic gradients of a graph against central differences, entry by entry.
+ *
+ * Choices are held fixed: nodes that select run once, at the unperturbed point. An entry at a kink (relu at 0),
+ * where the analytic value lies between two one-sided differences that differ, is counted as a kink, not as a
+ * failure. A check that compared nothing, or only zeros, or only kinks, is not a pass.
+ */
+#ifndef CG_GRAPH_GRADCHECK_H
+#define CG_GRAPH_GRADCHECK_H
+
+#include "graph/cases.h"
+
+/* A differentiated graph: f64 outputs with leaves as their gradients, and the gradients of leaves. Outputs,
+ * gradients and the outputs of choices must be kept (cg_keep, cg_keep_choices). */
+typedef struct cg_gradcheck {
+    cg_exec *exec;
+    int n_outputs;
+    cg_value *const *outputs, *const *seeds;
+    int n_wrt;
+    cg_value *const *wrt, *const *grads;
+    bool full_jacobian;  /* one output entry at a time, besides the one random output gradient */
+    int64_t max_entries; /* per leaf, evenly spread; 0: all */
+    double step;         /* 0: 1e-5, times max(1, |x|) */
+    double tolerance;    /* 0: 1e-6 */
+} cg_gradcheck;
+
+typedef struct cg_gradcheck_report {
+    int64_t n_entries, n_kinks; /* compared, and skipped at a kink */
+    double worst_rel;           /* largest |analytic - numeric| / largest magnitude in that leaf's gradient */
+    bool ok;         /* compared something that is not zero everywhere, and worst_rel is within tolerance */
+    char worst[256]; /* the worst entry: where, both values, the step */
+} cg_gradcheck_report;
+
+/* nonzero[k] becomes true when leaf k has a gradient that is not zero (may be NULL). False: the run itself
+ * failed. */
+bool cg_gradcheck_run(const cg_gradcheck *check, bool *nonzero, cg_gradcheck_report *report, cg_error *error);
+
+/* All cases of one op in f64. For an op without gradient n_entries is 0 and ok says whether it states why. */
+bool cg_gradcheck_op(const cg_op_set *ops, const cg_op *op, int *n_cases, cg_gradcheck_report *report,
+                     cg_error *error);
+
+/* Keep the outputs of all nodes that choose, so that they can be held fixed. */
+void cg_keep_choices(cg_graph *graph);
+
+#endif
