@@ -1,4 +1,7 @@
-/* Whole files, read and written safely. */
+/* Whole files, read and written safely.
+ *
+ * A path or a file that cannot be used is CG_BAD_INPUT; a machine that refuses (disk full, input/output
+ * error, no memory) is CG_FAILED. */
 #ifndef CG_CORE_FILE_H
 #define CG_CORE_FILE_H
 
@@ -11,14 +14,18 @@
 bool cg_file_read(const char *path, size_t max_bytes, char **data, size_t *bytes, cg_error *error);
 
 /* A file that appears whole or not at all: written beside its place as PATH.tmp, then fsync, rename and
- * fsync of the folder. Until commit, and when anything fails, an older PATH stays as it was. */
+ * fsync of the folder. Until commit, and when anything fails, an older PATH stays as it was; only when the
+ * last of these steps fails is the new file there, not yet safe from a power cut, and the failure says so.
+ * A PATH.tmp left by a killed program is overwritten; one that a running program holds is refused. An older
+ * PATH keeps its permissions, and a symbolic link is followed. Devices and folders are refused. */
 typedef struct cg_file_writer cg_file_writer;
 cg_file_writer *cg_file_begin(const char *path, cg_error *error);
 bool cg_file_write(cg_file_writer *writer, const void *data, size_t bytes, cg_error *error);
-bool cg_file_commit(cg_file_writer *writer, cg_error *error); /* frees the writer, also on failure */
+bool cg_file_commit(cg_file_writer *writer, cg_error *error); /* frees the writer, also on failure; fails after
+                                                                 a failed write */
 void cg_file_cancel(cg_file_writer *writer);                  /* removes PATH.tmp; NULL is fine */
 
-/* Make a folder and its parents. */
+/* Make a folder and its parents. Fine when it is there already. */
 bool cg_folder_make(const char *path, cg_error *error);
 
 #endif
