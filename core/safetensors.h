@@ -1,4 +1,8 @@
-/* safetensors files: 8-byte little-endian header length, JSON header, raw little-endian data. */
+/* safetensors files: 8-byte little-endian header length, JSON header, raw little-endian data.
+ *
+ * Read: F32 F64 I32 BF16 F16 I64 U8, at most CG_MAX_DIMS dimensions, scalars (shape []) and tensors of no
+ * element, a header of at most 100 MB as in the reference implementation. Unknown keys are refused.
+ */
 #ifndef CG_CORE_SAFETENSORS_H
 #define CG_CORE_SAFETENSORS_H
 
@@ -14,17 +18,22 @@ typedef struct cg_safetensors cg_safetensors;
 /* Open and check a whole file (the data is memory-mapped, nothing is copied). Refuses, in one sentence with
  * file and tensor name: a header that is cut or longer than the file, JSON that does not parse, a repeated
  * name or key (also through an escape), an unknown dtype, a shape whose bytes differ from the byte range,
- * ranges that overlap, leave a hole, or leave bytes at the end. NULL on failure. */
+ * ranges that overlap, leave a hole, or leave bytes at the end. NULL on failure.
+ *
+ * The data is read-only memory, and a file of another writer may place it at any byte address: copy it out
+ * with memcpy. Replacing the file by a rename is harmless while it is open; cutting it short in place is not.
+ */
 cg_safetensors *cg_safetensors_open(const char *path, cg_error *error);
-void cg_safetensors_close(cg_safetensors *file);
+void cg_safetensors_close(cg_safetensors *file); /* ends the life of all names and data; NULL is fine */
 
 int cg_safetensors_count(const cg_safetensors *file);
-const cg_named_tensor *cg_safetensors_at(const cg_safetensors *file, int i); /* in order of their data */
+const cg_named_tensor *cg_safetensors_at(const cg_safetensors *file, int i);        /* in order of their data */
 const cg_tensor *cg_safetensors_find(const cg_safetensors *file, const char *name); /* NULL: absent */
 const char *cg_safetensors_metadata(const cg_safetensors *file, const char *key);   /* NULL: absent */
 
 /* Write a file atomically. `metadata` is n_metadata pairs of key and value. Data starts on a multiple of 8
- * bytes; larger elements come first, so every tensor is aligned. */
+ * bytes; larger elements come first, so every tensor is aligned. Equal arguments give equal bytes. Refuses
+ * what the reader would refuse, before the file is touched. */
 bool cg_safetensors_write(const char *path, const cg_named_tensor *tensors, int n_tensors,
                           const char *const (*metadata)[2], int n_metadata, cg_error *error);
 

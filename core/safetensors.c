@@ -1,0 +1,500 @@
+#include "core/safetensors.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <jansson.h>
+
+#include "core/file.h"
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the data of a file is used as it is stored");
+
+#define METADATA "__metadata__"
+#define SUPPORTED "F32 F64 I32 BF16 F16 I64 U8"
+
+enum { LENGTH_BYTES = 8, HEADER_MAX = 100000000 };
+
+static const char *const dtype_words[CG_DTYPES] = {
+    [CG_F32] = "F32", [CG_F64] = "F64", [CG_I32] = "I32", [CG_BF16] = "BF16",
+    [CG_F16] = "F16", [CG_I64] = "I64", [CG_U8] = "U8",
+};
+
+struct cg_safetensors {
+    void *map;
+    size_t map_bytes;
+    json_t *header;   /* owns all names */
+    json_t *metadata; /* inside header; NULL when the file has none */
+    int n_tensors;
+    cg_named_tensor *tensors;
+};
+
+/* A word of the file as it may stand in a sentence: on one line, and not so long that it hides the rest. */
+typedef struct shown_word {
+    char text[4 * 80 + 4];
+} shown_word;
+
+static shown_word shown(const char *word) {
+    shown_word s;
+    size_t n = 0;
+    for (const unsigned char *c = (const unsigned char *)word; *c; c++) {
+        bool starts_letter = (*c & 0xc0) != 0x80; /* never cut inside a UTF-8 letter */
+        if (starts_letter && c - (const unsigned char *)word >= 76) {
+            snprintf(s.text + n, sizeof s.text - n, "...");
+            return s;
+        }
+        if (*c < 0x20 || *c == 0x7f)
+            n += (size_t)sprintf(s.text + n, "\\x%02x", *c);
+        else
+            s.text[n++] = (char)*c;
+    }
+    s.text[n] = 0;
+    return s;
+}
+
+static shown_word shown_value(const json_t *value) {
+    shown_word s;
+    switch (json_typeof(value)) {
+    case JSON_INTEGER:
+        snprintf(s.text, sizeof s.text, "%lld", (long long)json_integer_value(value));
+        break;
+    case JSON_REAL:
+        snprintf(s.text, sizeof s.text, "%#.6g", json_real_value(value));
+        break;
+    case JSON_STRING:
+        snprintf(s.text, sizeof s.text, "a string");
+        break;
+    case JSON_OBJECT:
+        snprintf(s.text, sizeof s.text, "an object");
+        break;
+    case JSON_ARRAY:
+        snprintf(s.text, sizeof s.text, "a list");
+        break;
+    case JSON_NULL:
+        snprintf(s.text, sizeof s.text, "null");
+        break;
+    default:
+        snprintf(s.text, sizeof s.text, "a truth value");
+        break;
+    }
+    return s;
+}
+
+/* Jansson says that a key is repeated, but not which one; it stops right behind the key. So walk the strings
+ * of the header up to that place, remembering the last name of the outermost object, which owns the key. */
+static bool fail_repeated(const char *json, size_t stop, cg_error *error) {
+    int depth = 0;
+    size_t key = 0, key_bytes = 0, owner = 0, owner_bytes = 0;
+    for (size_t i = 0; i < stop; i++) {
+        if (json[i] == '{') depth++;
+        if (json[i] == '}') depth--;
+        if (json[i] != '"') continue;
+        size_t begin = i++;
+        while (i < stop && json[i] != '"') i += json[i] == '\\' ? 2 : 1;
+        key = begin;
+        key_bytes = i + 1 - begin;
+        if (depth == 1 && i + 1 < stop) {
+            owner = key;
+            owner_bytes = key_bytes;
+        }
+    }
+    json_t *key_word = json_loadb(json + key, key_bytes, JSON_DECODE_ANY, NULL);
+    json_t *owner_word = json_loadb(json + owner, owner_bytes, JSON_DECODE_ANY, NULL);
+    const char *key_text = key_word ? json_string_value(key_word) : "?";
+    const char *owner_text = owner_word ? json_string_value(owner_word) : "?";
+    if (depth <= 1)
+        cg_fail(error, CG_BAD_INPUT, "the name '%s' is repeated", shown(key_text).text);
+    else
+        cg_fail(error, CG_BAD_INPUT, "in '%s' the key '%s' is repeated", shown(owner_text).text,
+                shown(key_text).text);
+    json_decref(key_word);
+    json_decref(owner_word);
+    return false;
+}
+
+static json_t *parse_header(const char *json, size_t bytes, cg_error *error) {
+    json_error_t problem;
+    if (bytes == 0 || json[0] != '{') { /* blanks are allowed behind the header, not before it */
+        cg_fail(error, CG_BAD_INPUT, "the header does not begin with '{': is this a safetensors file?");
+        return NULL;
+    }
+    json_t *header = json_loadb(json, bytes, JSON_REJECT_DUPLICATES, &problem);
+    if (header) return header;
+    if (!problem.text[0]) { /* Jansson has no words for it */
+        cg_fail(error, CG_FAILED, "no memory for a header of %zu bytes", bytes);
+        return NULL;
+    }
+    switch (json_error_code(&problem)) {
+    case json_error_duplicate_key:
+        fail_repeated(json, (size_t)problem.position, error);
+        break;
+    case json_error_null_character:
+    case json_error_null_byte_in_key:
+        cg_fail(error, CG_BAD_INPUT,
+                "the header has a NUL character (\\u0000) in a name or text, at its byte %d", problem.position);
+        break;
+    default:
+        cg_fail(error, CG_BAD_INPUT, "the header is not valid JSON at its byte %d: %s", problem.position,
+                shown(problem.text).text);
+    }
+    return NULL;
+}
+
+static bool check_metadata(const json_t *metadata, cg_error *error) {
+    if (!json_is_object(metadata))
+        return cg_fail(error, CG_BAD_INPUT, METADATA ": expected an object of strings, got %s",
+                       shown_value(metadata).text);
+    for (void *at = json_object_iter((json_t *)metadata); at;
+         at = json_object_iter_next((json_t *)metadata, at))
+        if (!json_is_string(json_object_iter_value(at)))
+            return cg_fail(error, CG_BAD_INPUT, METADATA ": '%s' must be a string, got %s",
+                           shown(json_object_iter_key(at)).text, shown_value(json_object_iter_value(at)).text);
+    return true;
+}
+
+/* A list of whole numbers >= 0, at most `most` of them. The sentences are without the tensor's name. */
+static bool read_numbers(const json_t *list, const char *key, int most, int64_t *numbers, int *n,
+                         cg_error *error) {
+    if (!json_is_array(list))
+        return cg_fail(error, CG_BAD_INPUT, "%s must be a list of numbers, got %s", key,
+                       shown_value(list).text);
+    if (json_array_size(list) > (size_t)most)
+        return cg_fail(error, CG_BAD_INPUT, "%s has %zu numbers, at most %d are supported", key,
+                       json_array_size(list), most);
+    *n = (int)json_array_size(list);
+    for (int i = 0; i < *n; i++) {
+        const json_t *number = json_array_get(list, (size_t)i);
+        if (!json_is_integer(number) || json_integer_value(number) < 0)
+            return cg_fail(error, CG_BAD_INPUT, "%s must hold whole numbers of at least 0, got %s", key,
+                           shown_value(number).text);
+        numbers[i] = json_integer_value(number);
+    }
+    return true;
+}
+
+static bool read_dtype(const json_t *word, cg_dtype *dtype, cg_error *error) {
+    if (!json_is_string(word))
+        return cg_fail(error, CG_BAD_INPUT, "dtype must be a string, got %s", shown_value(word).text);
+    for (int i = 0; i < CG_DTYPES; i++)
+        if (strcmp(json_string_value(word), dtype_words[i]) == 0) {
+            *dtype = (cg_dtype)i;
+            return true;
+        }
+    return cg_fail(error, CG_BAD_INPUT, "dtype '%s' is not supported, these are: " SUPPORTED,
+                   shown(json_string_value(word)).text);
+}
+
+/* One entry of the header. Every claim is held against the size of the file before it becomes an address. */
+static bool read_entry(const json_t *entry, char *data, int64_t data_bytes, cg_tensor *tensor,
+                       cg_error *error) {
+    static const char *const keys[] = {"dtype", "shape", "data_offsets"};
+    const json_t *values[3];
+    if (!json_is_object(entry))
+        return cg_fail(error, CG_BAD_INPUT, "expected an object with dtype, shape and data_offsets, got %s",
+                       shown_value(entry).text);
+    for (int i = 0; i < 3; i++)
+        if (!(values[i] = json_object_get(entry, keys[i])))
+            return cg_fail(error, CG_BAD_INPUT, "the key '%s' is missing", keys[i]);
+    for (void *at = json_object_iter((json_t *)entry); at; at = json_object_iter_next((json_t *)entry, at)) {
+        const json_t *value = json_object_iter_value(at);
+        if (value != values[0] && value != values[1] && value != values[2])
+            return cg_fail(error, CG_BAD_INPUT, "unknown key '%s', expected dtype, shape and data_offsets",
+                           shown(json_object_iter_key(at)).text);
+    }
+
+    int n_offsets;
+    int64_t offsets[3]; /* one more than right, so that the sentence can tell three from many */
+    if (!read_dtype(values[0], &tensor->dtype, error) ||
+        !read_numbers(values[1], "shape", CG_MAX_DIMS, tensor->shape.dims, &tensor->shape.n_dims, error) ||
+        !read_numbers(values[2], "data_offsets", 3, offsets, &n_offsets, error))
+        return false;
+    if (n_offsets != 2)
+        return cg_fail(error, CG_BAD_INPUT, "data_offsets has %d numbers, expected 2 (begin and end)",
+                       n_offsets);
+
+    int64_t begin = offsets[0], end = offsets[1];
+    int64_t expected = cg_tensor_bytes(tensor->dtype, &tensor->shape);
+    char shape[160];
+    cg_shape_text(&tensor->shape, shape, sizeof shape);
+    if (begin > end)
+        return cg_fail(error, CG_BAD_INPUT, "data_offsets [%lld, %lld] end before they begin", (long long)begin,
+                       (long long)end);
+    if (expected == INT64_MAX)
+        return cg_fail(error, CG_BAD_INPUT, "the bytes of shape %s of %s do not fit 64 bits", shape,
+                       dtype_words[tensor->dtype]);
+    if (end - begin != expected)
+        return cg_fail(error, CG_BAD_INPUT,
+                       "shape %s of %s has %lld bytes, but data_offsets [%lld, %lld] have %lld", shape,
+                       dtype_words[tensor->dtype], (long long)expected, (long long)begin, (long long)end,
+                       (long long)(end - begin));
+    if (end > data_bytes)
+        return cg_fail(error, CG_BAD_INPUT,
+                       "data_offsets [%lld, %lld] end past the file, which has %lld bytes of data: is it cut?",
+                       (long long)begin, (long long)end, (long long)data_bytes);
+    tensor->data = data + begin;
+    return true;
+}
+
+static int64_t tensor_bytes(const cg_named_tensor *t) {
+    return cg_tensor_bytes(t->tensor.dtype, &t->tensor.shape);
+}
+
+/* In order of the data; a tensor of no element before the one that begins at the same place. */
+static int compare_places(const void *left, const void *right) {
+    const cg_named_tensor *a = left, *b = right;
+    uintptr_t a_begin = (uintptr_t)a->tensor.data, b_begin = (uintptr_t)b->tensor.data;
+    if (a_begin != b_begin) return a_begin < b_begin ? -1 : 1;
+    int64_t a_bytes = tensor_bytes(a), b_bytes = tensor_bytes(b);
+    if (a_bytes != b_bytes) return a_bytes < b_bytes ? -1 : 1;
+    return strcmp(a->name, b->name);
+}
+
+/* The tensors must tile the data: bytes of none could hide something, bytes of two are a broken writer. */
+static bool check_places(const cg_safetensors *file, const char *data, int64_t data_bytes, cg_error *error) {
+    int64_t last_end = 0;
+    for (int i = 0; i < file->n_tensors; i++) {
+        const cg_named_tensor *t = &file->tensors[i];
+        int64_t begin = (char *)t->tensor.data - data;
+        if (begin < last_end) /* so i > 0 */
+            return cg_fail(error, CG_BAD_INPUT,
+                           "tensors '%s' and '%s' overlap: the second begins at %lld, the first ends at %lld",
+                           shown(t[-1].name).text, shown(t->name).text, (long long)begin, (long long)last_end);
+        if (begin > last_end)
+            return cg_fail(error, CG_BAD_INPUT,
+                           "tensor '%s': it begins at %lld, which leaves a hole of %lld bytes before it",
+                           shown(t->name).text, (long long)begin, (long long)(begin - last_end));
+        last_end = begin + tensor_bytes(t);
+    }
+    if (last_end != data_bytes)
+        return cg_fail(error, CG_BAD_INPUT,
+                       "%lld bytes follow the last tensor: the tensors end at %lld of %lld bytes of data",
+                       (long long)(data_bytes - last_end), (long long)last_end, (long long)data_bytes);
+    return true;
+}
+
+static bool map_file(cg_safetensors *file, const char *path, cg_error *error) {
+    /* O_NONBLOCK: opening a pipe must not wait for a writer. */
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    if (fd < 0) return cg_fail(error, CG_BAD_INPUT, "cannot be opened: %s", strerror(errno));
+    struct stat status;
+    bool ok = false;
+    if (fstat(fd, &status) != 0)
+        cg_fail(error, CG_FAILED, "cannot be read: %s", strerror(errno));
+    else if (!S_ISREG(status.st_mode))
+        cg_fail(error, CG_BAD_INPUT, "is %s, not a file",
+                S_ISDIR(status.st_mode) ? "a folder" : "a device or pipe");
+    else if (status.st_size < LENGTH_BYTES)
+        cg_fail(error, CG_BAD_INPUT, "has %lld bytes, a safetensors file begins with %d bytes of header length",
+                (long long)status.st_size, LENGTH_BYTES);
+    else {
+        void *map = mmap(NULL, (size_t)status.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+        ok = map != MAP_FAILED;
+        if (ok) {
+            file->map = map;
+            file->map_bytes = (size_t)status.st_size;
+        } else {
+            cg_fail(error, CG_FAILED, "cannot be mapped into memory: %s", strerror(errno));
+        }
+    }
+    close(fd);
+    return ok;
+}
+
+static bool open_file(cg_safetensors *file, const char *path, cg_error *error) {
+    if (!map_file(file, path, error)) return false;
+
+    char *start = file->map;
+    uint64_t header_bytes;
+    memcpy(&header_bytes, start, LENGTH_BYTES);
+    if (header_bytes > file->map_bytes - LENGTH_BYTES)
+        return cg_fail(
+            error, CG_BAD_INPUT,
+            "claims a header of %llu bytes, but only %zu follow: is it cut, or not a safetensors file?",
+            (unsigned long long)header_bytes, file->map_bytes - LENGTH_BYTES);
+    if (header_bytes > HEADER_MAX)
+        return cg_fail(error, CG_BAD_INPUT, "has a header of %llu bytes, at most %d are accepted",
+                       (unsigned long long)header_bytes, HEADER_MAX);
+    char *data = start + LENGTH_BYTES + header_bytes;
+    int64_t data_bytes = (int64_t)(file->map_bytes - LENGTH_BYTES - header_bytes);
+
+    file->header = parse_header(start + LENGTH_BYTES, header_bytes, error);
+    if (!file->header) return false;
+    file->metadata = json_object_get(file->header, METADATA);
+    if (file->metadata && !check_metadata(file->metadata, error)) return false;
+
+    file->tensors = calloc(json_object_size(file->header) + 1, sizeof *file->tensors);
+    if (!file->tensors) return cg_fail(error, CG_FAILED, "no memory for the list of tensors");
+    for (void *at = json_object_iter(file->header); at; at = json_object_iter_next(file->header, at)) {
+        const json_t *entry = json_object_iter_value(at);
+        if (entry == file->metadata) continue;
+        cg_named_tensor *t = &file->tensors[file->n_tensors++];
+        t->name = json_object_iter_key(at);
+        if (!read_entry(entry, data, data_bytes, &t->tensor, error)) {
+            cg_error_at(error, "tensor '%s'", shown(t->name).text);
+            return false;
+        }
+    }
+    qsort(file->tensors, (size_t)file->n_tensors, sizeof *file->tensors, compare_places);
+    return check_places(file, data, data_bytes, error);
+}
+
+/* Hand on a sentence with the file before it. Only the end of a very long path is shown. */
+static bool fail_at_path(cg_error *error, const cg_error *inner, const char *path) {
+    enum { SHOWN = 160 };
+    size_t length = strlen(path);
+    bool clip = length > SHOWN;
+    return cg_fail(error, inner->code, "%s%s: %s", clip ? "..." : "", clip ? path + length - SHOWN : path,
+                   inner->text);
+}
+
+cg_safetensors *cg_safetensors_open(const char *path, cg_error *error) {
+    cg_error inner = {0}; /* of its own, so that an older error of the caller gets no second place in front */
+    cg_safetensors *file = calloc(1, sizeof *file);
+    if (!file) cg_fail(&inner, CG_FAILED, "no memory to open it");
+    if (file && open_file(file, path, &inner)) return file;
+    fail_at_path(error, &inner, path);
+    cg_safetensors_close(file);
+    return NULL;
+}
+
+void cg_safetensors_close(cg_safetensors *file) {
+    if (!file) return;
+    if (file->map) munmap(file->map, file->map_bytes);
+    json_decref(file->header);
+    free(file->tensors);
+    free(file);
+}
+
+int cg_safetensors_count(const cg_safetensors *file) { return file->n_tensors; }
+
+const cg_named_tensor *cg_safetensors_at(const cg_safetensors *file, int i) { return &file->tensors[i]; }
+
+const cg_tensor *cg_safetensors_find(const cg_safetensors *file, const char *name) {
+    for (int i = 0; i < file->n_tensors; i++)
+        if (strcmp(file->tensors[i].name, name) == 0) return &file->tensors[i].tensor;
+    return NULL;
+}
+
+const char *cg_safetensors_metadata(const cg_safetensors *file, const char *key) {
+    return json_string_value(json_object_get(file->metadata, key));
+}
+
+static bool check_writable(const cg_named_tensor *t, cg_error *error) {
+    const cg_shape *shape = &t->tensor.shape;
+    if ((unsigned)t->tensor.dtype >= CG_DTYPES)
+        return cg_fail(error, CG_BAD_INPUT, "dtype number %d is unknown", (int)t->tensor.dtype);
+    if (shape->n_dims < 0 || shape->n_dims > CG_MAX_DIMS)
+        return cg_fail(error, CG_BAD_INPUT, "has %d dimensions, expected 0 to %d", shape->n_dims, CG_MAX_DIMS);
+    for (int i = 0; i < shape->n_dims; i++)
+        if (shape->dims[i] < 0)
+            return cg_fail(error, CG_BAD_INPUT, "its dimension %d has the negative size %lld", i,
+                           (long long)shape->dims[i]);
+    char text[160];
+    if (tensor_bytes(t) == INT64_MAX)
+        return cg_fail(error, CG_BAD_INPUT, "the bytes of shape %s of %s do not fit 64 bits",
+                       cg_shape_text(shape, text, sizeof text), dtype_words[t->tensor.dtype]);
+    if (!t->tensor.data && tensor_bytes(t) > 0)
+        return cg_fail(error, CG_BAD_INPUT, "shape %s has no data", cg_shape_text(shape, text, sizeof text));
+    return true;
+}
+
+/* Put one more member into a JSON object; takes `value`. */
+static bool add_member(json_t *object, const char *key, json_t *value, const char *what, cg_error *error) {
+    if (json_object_get(object, key)) {
+        json_decref(value);
+        return cg_fail(error, CG_BAD_INPUT, "the %s '%s' is repeated", what, shown(key).text);
+    }
+    /* NULL as value fails here as well; UTF-8 is the only thing in it that can be wrong */
+    if (json_object_set_new(object, key, value) == 0) return true;
+    return cg_fail(error, CG_BAD_INPUT, "the %s '%s' cannot be written as JSON: not UTF-8, or no memory", what,
+                   shown(key).text);
+}
+
+static bool add_tensor(json_t *header, const cg_named_tensor *t, int64_t *offset, cg_error *error) {
+    int64_t end;
+    if (__builtin_add_overflow(*offset, tensor_bytes(t), &end))
+        return cg_fail(error, CG_BAD_INPUT, "tensor '%s': the bytes up to its end do not fit 64 bits",
+                       shown(t->name).text);
+    json_t *dims = json_array();
+    for (int i = 0; i < t->tensor.shape.n_dims; i++)
+        json_array_append_new(dims, json_integer(t->tensor.shape.dims[i]));
+    json_t *entry = json_pack("{s:s, s:o, s:[I, I]}", "dtype", dtype_words[t->tensor.dtype], "shape", dims,
+                              "data_offsets", (json_int_t)*offset, (json_int_t)end);
+    *offset = end;
+    return add_member(header, t->name, entry, "name", error);
+}
+
+/* Elements of 8 bytes first, then 4, 2 and 1: then every tensor begins on a multiple of its element. */
+static const size_t element_order[] = {8, 4, 2, 1};
+enum { N_ELEMENT_SIZES = sizeof element_order / sizeof element_order[0] };
+
+static json_t *build_header(const cg_named_tensor *tensors, int n_tensors, const char *const (*metadata)[2],
+                            int n_metadata, cg_error *error) {
+    json_t *header = json_object();
+    if (!header) cg_fail(error, CG_FAILED, "no memory for the header");
+    bool ok = header != NULL;
+    if (ok && n_metadata > 0) {
+        json_t *pairs = json_object();
+        ok = add_member(header, METADATA, pairs, "name", error);
+        for (int i = 0; ok && i < n_metadata; i++)
+            ok = add_member(pairs, metadata[i][0], json_string(metadata[i][1]), "metadata key", error);
+    }
+    for (int i = 0; ok && i < n_tensors; i++) {
+        if (strcmp(tensors[i].name, METADATA) == 0)
+            ok = cg_fail(error, CG_BAD_INPUT, "a tensor cannot have the name '" METADATA "'");
+        else if (!(ok = check_writable(&tensors[i], error)))
+            cg_error_at(error, "tensor '%s'", shown(tensors[i].name).text);
+    }
+    int64_t offset = 0;
+    for (int pass = 0; ok && pass < N_ELEMENT_SIZES; pass++)
+        for (int i = 0; ok && i < n_tensors; i++)
+            if (cg_dtype_bytes(tensors[i].tensor.dtype) == element_order[pass])
+                ok = add_tensor(header, &tensors[i], &offset, error);
+    if (ok) return header;
+    json_decref(header);
+    return NULL;
+}
+
+/* Length, JSON, and blanks up to a multiple of 8, in malloc'd memory. */
+static char *encode_header(const json_t *header, size_t *bytes, cg_error *error) {
+    size_t json_bytes = json_dumpb(header, NULL, 0, JSON_COMPACT);
+    uint64_t padded = (json_bytes + 7) / 8 * 8;
+    char *text = NULL;
+    if (padded > HEADER_MAX)
+        cg_fail(error, CG_BAD_INPUT, "the header would have %llu bytes, at most %d are accepted",
+                (unsigned long long)padded, HEADER_MAX);
+    else if (json_bytes == 0 || !(text = malloc(LENGTH_BYTES + padded)))
+        cg_fail(error, CG_FAILED, "no memory for the header");
+    if (!text) return NULL;
+    memset(text, ' ', LENGTH_BYTES + padded);
+    memcpy(text, &padded, LENGTH_BYTES);
+    json_dumpb(header, text + LENGTH_BYTES, json_bytes, JSON_COMPACT);
+    *bytes = LENGTH_BYTES + padded;
+    return text;
+}
+
+bool cg_safetensors_write(const char *path, const cg_named_tensor *tensors, int n_tensors,
+                          const char *const (*metadata)[2], int n_metadata, cg_error *error) {
+    cg_error inner = {0};
+    size_t head_bytes = 0;
+    json_t *header = build_header(tensors, n_tensors, metadata, n_metadata, &inner);
+    char *head = header ? encode_header(header, &head_bytes, &inner) : NULL;
+    json_decref(header);
+    if (!head) return fail_at_path(error, &inner, path);
+
+    cg_file_writer *writer = cg_file_begin(path, error);
+    bool ok = writer && cg_file_write(writer, head, head_bytes, error);
+    for (int pass = 0; ok && pass < N_ELEMENT_SIZES; pass++)
+        for (int i = 0; ok && i < n_tensors; i++)
+            if (cg_dtype_bytes(tensors[i].tensor.dtype) == element_order[pass])
+                ok = cg_file_write(writer, tensors[i].tensor.data, (size_t)tensor_bytes(&tensors[i]), error);
+    free(head);
+    if (ok) return cg_file_commit(writer, error);
+    cg_file_cancel(writer);
+    return false;
+}
