@@ -327,10 +327,10 @@ static json_t *write_value(const cg_config *config, const entry *e) {
     return NULL;
 }
 
-/* The shortest text that reads back as the same value. */
+/* A short text that reads back as the same value. */
 static char *value_text(const json_t *value) {
     if (!json_is_real(value)) return json_dumps(value, JSON_ENCODE_ANY | JSON_COMPACT);
-    for (size_t precision = 1;; precision++) {
+    for (size_t precision = 6;; precision++) {
         char *text = json_dumps(value, JSON_ENCODE_ANY | JSON_REAL_PRECISION(precision));
         json_t *again = text ? json_loads(text, JSON_DECODE_ANY, NULL) : NULL;
         bool same = again && json_number_value(again) == json_real_value(value);
