@@ -100,7 +100,7 @@ static const entry entries[] = {
     ONE_OF(support, supports, "rows of the indexer loss: the selected ones, or all visible ones"),
     INT(indexer_warmup, 0, INT64_C(1) << 40, "first steps that train the indexer alone, with dense attention and support"),
     {.name = "policy", .kind = POLICY, .offset = offsetof(cg_config, policy),
-     .doc = "how index scores reach the backward pass: save, recompute, stream, or terms OP[,OP...][@SCOPE] joined by ';'"},
+     .doc = "how index scores reach the backward pass: save, recompute, stream, TERMS or stream+TERMS, where TERMS are OP[,OP...][@SCOPE] joined by ';'"},
     INT(eval_every, 0, INT64_C(1) << 40, "steps between evaluations; 0: only at the end"),
     INT(eval_batches, 1, 1 << 20, "held-out micro-batches per evaluation"),
     INT(checkpoint_every, 0, INT64_C(1) << 40, "steps between checkpoints; 0: only at the end"),
@@ -199,7 +199,7 @@ static void range_text(const entry *e, char *text, size_t bytes) {
         return;
     case POLICY:
         snprintf(text, bytes,
-                 "save, recompute, stream, or terms of letters, digits and _*?,@/;.- (below %d bytes)",
+                 "save, recompute, stream, or terms of letters, digits and _*?,@/;.-=+ (below %d bytes)",
                  CG_POLICY_BYTES);
         return;
     }
@@ -229,7 +229,7 @@ static bool refuse(const entry *e, const char *got, cg_error *error) {
 }
 
 static bool is_policy(const char *text) {
-    static const char allowed[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_*?,@/;.-";
+    static const char allowed[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_*?,@/;.-=+";
     size_t length = strlen(text);
     return length > 0 && length < CG_POLICY_BYTES && strspn(text, allowed) == length;
 }

@@ -44,7 +44,7 @@ typedef struct cg_config {
     cg_teacher teacher;
     cg_support support;
     int64_t indexer_warmup;
-    char policy[CG_POLICY_BYTES]; /* "save", "recompute", "stream", or a text for cg_recompute */
+    char policy[CG_POLICY_BYTES]; /* for cg_policy_parse */
     int64_t eval_every, eval_batches, checkpoint_every;
 } cg_config;
 

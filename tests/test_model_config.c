@@ -130,7 +130,7 @@ START_TEST(json_loads_back_equal) {
         {"teacher", "compressed"},
         {"support", "dense"},
         {"indexer_warmup", "5"},
-        {"policy", "indexer_head_scores,relu@layer*/attn;rms_norm"},
+        {"policy", "stream+indexer_head_scores,relu@layer*/attn;rms_norm"},
         {"eval_every", "0"},
         {"eval_batches", "1"},
         {"checkpoint_every", "50"},
