@@ -7,6 +7,8 @@ bool cg_fail_va(cg_error *error, cg_code code, const char *format, va_list args)
     if (error && error->code == CG_OK) {
         error->code = code;
         vsnprintf(error->text, sizeof error->text, format, args);
+        for (char *c = error->text; *c; c++) /* a path may hold anything; the sentence stays one line */
+            if ((unsigned char)*c < ' ') *c = '?';
     }
     return false;
 }

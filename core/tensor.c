@@ -25,13 +25,13 @@ bool cg_shape_equal(const cg_shape *a, const cg_shape *b) {
 
 int64_t cg_shape_count(const cg_shape *shape) {
     int64_t count = 1;
-    bool too_large = false;
+    bool too_large = false, empty = false; /* an empty tensor is empty however large its other sides are */
     for (int i = 0; i < shape->n_dims; i++) {
         if (shape->dims[i] < 0) return INT64_MAX;
-        if (shape->dims[i] == 0) return 0; /* an empty tensor is empty however large its other sides are */
+        empty |= shape->dims[i] == 0;
         too_large |= __builtin_mul_overflow(count, shape->dims[i], &count);
     }
-    return too_large ? INT64_MAX : count;
+    return empty ? 0 : too_large ? INT64_MAX : count;
 }
 
 int64_t cg_tensor_bytes(cg_dtype dtype, const cg_shape *shape) {
