@@ -1,0 +1,78 @@
+/* csagrad: the program. Finds the subcommand and hands over.
+ *
+ *     csagrad COMMAND [OPTION...]      csagrad --help      csagrad COMMAND --help */
+#include "tools/csagrad.h"
+
+#include <argp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/suggest.h"
+#include "tools/options.h"
+
+typedef struct command {
+    const char *name, *doc;
+    int (*run)(int argc, char **argv);
+} command;
+
+static const command commands[] = {
+    {"config", "list the keys of the configuration, or print the one that the options give", csagrad_config},
+};
+
+enum { N_COMMANDS = sizeof commands / sizeof commands[0] };
+
+static int help(void) {
+    puts("Usage: csagrad COMMAND [OPTION...]\n"
+         "Train a toy DeepSeek-V4 model with Compressed Sparse Attention, and see what its memory holds and "
+         "why.\n\n"
+         "Commands:");
+    for (int i = 0; i < N_COMMANDS; i++) printf("  %-10s %s\n", commands[i].name, commands[i].doc);
+    puts("\nOptions:\n"
+         "  --help     this text; csagrad COMMAND --help lists the options of a command\n"
+         "  --version  version of the program\n\n"
+         "Exit codes: 0 fine, 1 the check failed or the machine refused, 2 bad usage or input,\n"
+         "77 the work needs a device that is absent.");
+    return 0;
+}
+
+static int unknown(const char *word) {
+    const char *names[N_COMMANDS];
+    for (int i = 0; i < N_COMMANDS; i++) names[i] = commands[i].name;
+    const char *near = cg_suggest(word, names, N_COMMANDS);
+    cg_error error = {0};
+    cg_fail(&error, CG_BAD_INPUT, "unknown %s \"%.100s\"%s%s%s", word[0] == '-' ? "option" : "command", word,
+            near ? ", did you mean " : ", see csagrad --help", near ? near : "", near ? "?" : "");
+    return tool_failed("csagrad", &error);
+}
+
+/* A full disk shows only when the last bytes leave the buffer. */
+static int flushed(const char *program, int code) {
+    if (fflush(stdout) == 0 && !ferror(stdout)) return code;
+    cg_error error = {0};
+    cg_fail(&error, CG_FAILED, "the output could not be written");
+    return tool_failed(program, &error);
+}
+
+int main(int argc, char **argv) {
+    argp_program_version = CSAGRAD_VERSION;
+    argp_err_exit_status = CG_BAD_INPUT;
+    if (argc < 2) {
+        cg_error error = {0};
+        cg_fail(&error, CG_BAD_INPUT, "a command is needed, see csagrad --help");
+        return tool_failed("csagrad", &error);
+    }
+    if (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-?")) return flushed("csagrad", help());
+    if (!strcmp(argv[1], "--version") || !strcmp(argv[1], "-V")) {
+        puts(CSAGRAD_VERSION);
+        return flushed("csagrad", 0);
+    }
+    for (int i = 0; i < N_COMMANDS; i++) {
+        if (strcmp(argv[1], commands[i].name)) continue;
+        char program[64];
+        snprintf(program, sizeof program, "csagrad %s", commands[i].name);
+        argv[1] = program;
+        return flushed(program, commands[i].run(argc - 1, argv + 1));
+    }
+    return unknown(argv[1]);
+}

@@ -1,0 +1,15 @@
+/* The subcommands of the program: one file tools/<name>.c each, listed once in tools/csagrad.c.
+ *
+ * argv[0] is "csagrad NAME", which starts every message. The result is the exit code: 0 fine, 1 the check that
+ * was asked for failed or the machine refused, 2 bad usage or input (the sentence names the option), 77 a
+ * device is absent. */
+#ifndef CG_TOOLS_CSAGRAD_H
+#define CG_TOOLS_CSAGRAD_H
+
+int csagrad_config(int argc, char **argv);
+int csagrad_gradcheck(int argc, char **argv);
+int csagrad_ops(int argc, char **argv);
+int csagrad_plan(int argc, char **argv);
+int csagrad_train(int argc, char **argv);
+
+#endif

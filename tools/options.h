@@ -1,0 +1,74 @@
+/* What the subcommands share: model options, strict numbers, messages.
+ *
+ * A subcommand has a struct with a tool_model in it, an argp with tool_model_argp among its children (and, for
+ * training, tool_training_argp with the same input), and calls tool_parse, then tool_model_apply:
+ *
+ *     static const struct argp_child children[] = {TOOL_CHILD(tool_model_argp), {0}};
+ *     case ARGP_KEY_INIT: state->child_inputs[0] = &mine->model; return 0;
+ *
+ *     mine.model.config = cg_config_toy();
+ *     tool_parse(&argp, argc, argv, &mine);
+ *     if (!tool_model_apply(&mine.model, &error)) return tool_failed(argv[0], &error);
+ */
+#ifndef CG_TOOLS_OPTIONS_H
+#define CG_TOOLS_OPTIONS_H
+
+#include <argp.h>
+
+#include "models/config.h"
+
+/* Groups of --help, in this order. Options of a subcommand join them by number. */
+enum { GROUP_INPUT = 1, GROUP_MODEL, GROUP_POLICY, GROUP_OUTPUT };
+
+/* Keys of options without a letter; a subcommand's own start at TOOL_OWN_KEYS. */
+enum { TOOL_JSON = 1000, TOOL_OWN_KEYS = 2000 };
+
+#define TOOL_OUTPUT_HEADER                                                                                     \
+    { .doc = "Output:", .group = GROUP_OUTPUT }
+#define TOOL_JSON_OPTION                                                                                       \
+    {                                                                                                          \
+        .name = "json", .key = TOOL_JSON, .doc = "print JSON, sizes as exact integers in bytes",               \
+        .group = GROUP_OUTPUT                                                                                  \
+    }
+#define TOOL_CHILD(argp)                                                                                       \
+    { &(argp), 0, NULL, 0 }
+
+enum { TOOL_SETTINGS = 128 };
+
+/* The model options of a command line. */
+typedef struct tool_model {
+    cg_config config; /* before: the defaults; after tool_model_apply: what the options make of them */
+    const char *config_file;
+    struct {
+        const char *option; /* as the user wrote it, for messages: "--seq", "--set seq_len=5" */
+        char key[64];
+        const char *text;
+    } settings[TOOL_SETTINGS]; /* in order of the command line */
+    int n_settings;
+    const char *threads; /* NULL: all */
+} tool_model;
+
+extern const struct argp tool_model_argp;    /* --config --set --task --seq --batch --seed ... */
+extern const struct argp tool_training_argp; /* --steps --indexer-warmup */
+
+/* Parse a command line without arguments beside options. A bad one ends the program: one sentence, exit code 2.
+ */
+void tool_parse(const struct argp *argp, int argc, char **argv, void *input);
+
+/* Read the file over the defaults, then the settings in order, and check the whole; use --threads. */
+bool tool_model_apply(tool_model *model, cg_error *error);
+
+/* An integer written in decimal, within bounds; the sentence names the option. */
+bool tool_integer(const char *option, const char *text, int64_t least, int64_t most, int64_t *value,
+                  cg_error *error);
+
+/* One line that makes a pasted result run again: task, sizes, seed, policy. */
+void tool_print_model(const char *program, const cg_config *config);
+
+/* Print "program: sentence" to stderr; returns the exit code. */
+int tool_failed(const char *program, const cg_error *error);
+
+/* "did you mean": refuse a word that is none of n names. */
+bool tool_unknown(const char *what, const char *word, const char *const *names, int n, cg_error *error);
+
+#endif
