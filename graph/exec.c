@@ -30,8 +30,8 @@ static int64_t machine_bytes(void) {
     return (int64_t)sysconf(_SC_PHYS_PAGES) * (int64_t)sysconf(_SC_PAGE_SIZE);
 }
 
-static bool is_pinned(const cg_exec *exec, const cg_storage *storage) {
-    return storage->value && (storage->value->leaf || storage->last == exec->plan->n_steps - 1);
+static bool is_pinned(const cg_storage *storage) {
+    return storage->kept || (storage->value && storage->value->leaf);
 }
 
 /* ---- separate blocks, for debugging ---- */
@@ -56,25 +56,28 @@ static void block_free(cg_exec *exec, int s) {
     exec->block_bytes -= exec->plan->storages[s].reserved;
 }
 
-/* Blocks born at step t; a storage that takes another's place takes its block. */
+/* Blocks born at step t; a storage that takes another's place shares its block until the step is done. */
 static bool blocks_born(cg_exec *exec, int t, cg_error *error) {
+    const cg_storage *storages = exec->plan->storages;
     for (int s = 0; s < exec->plan->n_storages; s++) {
-        const cg_storage *storage = &exec->plan->storages[s];
-        if (storage->first != t || exec->data[s] || (storage->value && storage->value->leaf)) continue;
-        if (storage->taken_over >= 0) {
-            exec->data[s] = exec->data[storage->taken_over];
-            exec->data[storage->taken_over] = NULL;
-        } else if (!block_new(exec, s, error)) {
-            return false;
-        }
+        if (storages[s].first != t || exec->data[s] || storages[s].taken_over >= 0) continue;
+        if (storages[s].value && storages[s].value->leaf) continue;
+        if (!block_new(exec, s, error)) return false;
     }
+    for (int s = 0; s < exec->plan->n_storages; s++) /* last, so that no failure leaves a block with two owners */
+        if (storages[s].first == t && storages[s].taken_over >= 0 && !exec->data[s])
+            exec->data[s] = exec->data[storages[s].taken_over];
     return true;
 }
 
 static void blocks_dead(cg_exec *exec, int t) {
+    const cg_storage *storages = exec->plan->storages;
+    for (int s = 0; s < exec->plan->n_storages; s++) {
+        int from = storages[s].taken_over;
+        if (storages[s].first == t && from >= 0 && exec->data[from] == exec->data[s]) exec->data[from] = NULL;
+    }
     for (int s = 0; s < exec->plan->n_storages; s++)
-        if (exec->plan->storages[s].last == t && !is_pinned(exec, &exec->plan->storages[s]))
-            block_free(exec, s);
+        if (storages[s].last == t && !is_pinned(&storages[s])) block_free(exec, s);
 }
 
 /* ---- arguments ---- */
@@ -84,14 +87,23 @@ static void *storage_data(const cg_exec *exec, const cg_value *value) {
     return s < 0 ? NULL : exec->data[s];
 }
 
-static void point(cg_exec *exec, int t) {
+static void point_inputs(cg_exec *exec, int t) {
+    const cg_node *node = exec->plan->steps[t];
+    for (int i = 0; i < node->n_in; i++)
+        if (node->in[i]) exec->steps[t].tensors[i].data = storage_data(exec, node->in[i]);
+}
+
+static void point_outputs(cg_exec *exec, int t) {
     const cg_node *node = exec->plan->steps[t];
     step_args *step = &exec->steps[t];
-    for (int i = 0; i < node->n_in; i++)
-        if (node->in[i]) step->tensors[i].data = storage_data(exec, node->in[i]);
     for (int s = 0; s < node->n_out; s++) step->tensors[node->n_in + s].data = storage_data(exec, node->out[s]);
     int workspace = exec->plan->workspace_of[t];
     step->args.workspace = workspace < 0 ? NULL : exec->data[workspace];
+}
+
+static void point(cg_exec *exec, int t) {
+    point_inputs(exec, t);
+    point_outputs(exec, t);
 }
 
 static bool make_steps(cg_exec *exec, cg_error *error) {
@@ -254,8 +266,9 @@ static bool run_step(cg_exec *exec, int t, cg_error *error) {
     const cg_node *node = exec->plan->steps[t];
     step_args *step = &exec->steps[t];
     if (exec->options.separate) {
+        point_inputs(exec, t); /* before an output takes over the block of one */
         if (!blocks_born(exec, t, error)) return false;
-        point(exec, t);
+        point_outputs(exec, t);
     } else {
         measure_step(exec, t);
     }
