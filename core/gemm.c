@@ -179,45 +179,78 @@ static bool dnnl_fail(cg_error *error, const char *what, dnnl_status_t status, i
                    (long long)m, (long long)n, (long long)k, (int)status);
 }
 
+/* oneDNN 2 has descriptions as structures and finds implementations with an iterator; oneDNN 3 has pointers. */
+#if DNNL_VERSION_MAJOR >= 3
+#define DESC(desc) (desc)
+#define desc_init_by_strides dnnl_memory_desc_create_with_strides
+#else
+#define DESC(desc) (&(desc))
+#define desc_init_by_strides dnnl_memory_desc_init_by_strides
+#endif
+
 static dnnl_status_t matrix_desc(dnnl_memory_desc_t *desc, int64_t rows, int64_t cols, bool trans) {
     dnnl_dims_t dims = {rows, cols}, strides = {trans ? 1 : cols, trans ? rows : 1};
-    return dnnl_memory_desc_init_by_strides(desc, 2, dims, dnnl_f32, strides);
+    return desc_init_by_strides(desc, 2, dims, dnnl_f32, strides);
 }
 
-/* The first implementation whose name starts with "brg". The others allocate their own packing buffers. */
-static dnnl_status_t choose(kernel *kern, const dnnl_matmul_desc_t *matmul, dnnl_primitive_attr_t attr) {
-    dnnl_primitive_desc_iterator_t iterator;
+/* Takes this implementation if its name starts with "brg". The others allocate their own packing buffers. */
+static bool take(kernel *kern, dnnl_primitive_desc_t desc, dnnl_status_t *status) {
+    const char *name = "";
+    dnnl_primitive_desc_query(desc, dnnl_query_impl_info_str, 0, &name);
+    if (strncmp(name, "brg", 3) != 0) return false;
+#if DNNL_VERSION_MAJOR >= 3
+    const_dnnl_memory_desc_t scratch = dnnl_primitive_desc_query_md(desc, dnnl_query_scratchpad_md, 0);
+    *status = dnnl_memory_desc_clone(&kern->scratch, scratch);
+#else
+    const dnnl_memory_desc_t *scratch = dnnl_primitive_desc_query_md(desc, dnnl_query_scratchpad_md, 0);
+    kern->scratch = *scratch;
+    *status = dnnl_success;
+#endif
+    kern->scratch_bytes = dnnl_memory_desc_get_size(scratch);
+    if (*status == dnnl_success) *status = dnnl_primitive_create(&kern->primitive, desc);
+    return true;
+}
+
+/* The first implementation that "take" takes, if any. */
+#if DNNL_VERSION_MAJOR >= 3
+static dnnl_status_t choose(kernel *kern, dnnl_primitive_attr_t attr) {
+    dnnl_primitive_desc_t desc;
     dnnl_status_t status =
-        dnnl_primitive_desc_iterator_create(&iterator, (const_dnnl_op_desc_t)matmul, attr, engine, NULL);
+        dnnl_matmul_primitive_desc_create(&desc, engine, kern->a, kern->b, NULL, kern->c, attr);
     if (status == dnnl_unimplemented) return dnnl_success;
     if (status != dnnl_success) return status;
+    while (!take(kern, desc, &status) && dnnl_primitive_desc_next_impl(desc) == dnnl_success)
+        ;
+    dnnl_primitive_desc_destroy(desc);
+    return status;
+}
+#else
+static dnnl_status_t choose(kernel *kern, dnnl_primitive_attr_t attr) {
+    dnnl_matmul_desc_t matmul;
+    dnnl_primitive_desc_iterator_t iterator;
+    dnnl_status_t status = dnnl_matmul_desc_init(&matmul, &kern->a, &kern->b, NULL, &kern->c);
+    if (status != dnnl_success) return status;
+    status = dnnl_primitive_desc_iterator_create(&iterator, (const_dnnl_op_desc_t)&matmul, attr, engine, NULL);
+    if (status == dnnl_unimplemented) return dnnl_success;
+    if (status != dnnl_success) return status;
+    bool taken;
     do {
         dnnl_primitive_desc_t desc = dnnl_primitive_desc_iterator_fetch(iterator);
-        const char *name = "";
-        dnnl_primitive_desc_query(desc, dnnl_query_impl_info_str, 0, &name);
-        bool good = strncmp(name, "brg", 3) == 0;
-        if (good) {
-            const dnnl_memory_desc_t *scratch = dnnl_primitive_desc_query_md(desc, dnnl_query_scratchpad_md, 0);
-            kern->scratch = *scratch;
-            kern->scratch_bytes = dnnl_memory_desc_get_size(scratch);
-            status = dnnl_primitive_create(&kern->primitive, desc);
-        }
+        taken = take(kern, desc, &status);
         dnnl_primitive_desc_destroy(desc);
-        if (good) break;
-    } while (dnnl_primitive_desc_iterator_next(iterator) == dnnl_success);
+    } while (!taken && dnnl_primitive_desc_iterator_next(iterator) == dnnl_success);
     dnnl_primitive_desc_iterator_destroy(iterator);
     return status;
 }
+#endif
 
 static dnnl_status_t compile(kernel *kern) {
     dnnl_status_t status = dnnl_success;
-    dnnl_matmul_desc_t matmul;
     dnnl_primitive_attr_t attr = NULL;
     if (!engine) status = dnnl_engine_create(&engine, dnnl_cpu, 0);
     if (status == dnnl_success) status = matrix_desc(&kern->a, kern->m, kern->k, kern->trans_a);
     if (status == dnnl_success) status = matrix_desc(&kern->b, kern->k, kern->n, kern->trans_b);
     if (status == dnnl_success) status = matrix_desc(&kern->c, kern->m, kern->n, false);
-    if (status == dnnl_success) status = dnnl_matmul_desc_init(&matmul, &kern->a, &kern->b, NULL, &kern->c);
     if (status == dnnl_success) status = dnnl_primitive_attr_create(&attr);
     if (status != dnnl_success) return status;
     status = dnnl_primitive_attr_set_scratchpad_mode(attr, dnnl_scratchpad_mode_user);
@@ -226,7 +259,7 @@ static dnnl_status_t compile(kernel *kern) {
     if (status == dnnl_success) {
         int threads = omp_get_max_threads();
         omp_set_num_threads(1); /* a kernel made for more would split k among them */
-        status = choose(kern, &matmul, attr);
+        status = choose(kern, attr);
         omp_set_num_threads(threads);
     }
     dnnl_primitive_attr_destroy(attr);
@@ -274,11 +307,11 @@ static kernel *kernel_get(bool trans_a, bool trans_b, int64_t m, int64_t n, int6
 
 static dnnl_status_t seat_open(const kernel *kern, seat *place) {
     dnnl_status_t status = dnnl_stream_create(&place->stream, engine, dnnl_stream_default_flags);
-    if (status == dnnl_success) status = dnnl_memory_create(&place->a, &kern->a, engine, DNNL_MEMORY_NONE);
-    if (status == dnnl_success) status = dnnl_memory_create(&place->b, &kern->b, engine, DNNL_MEMORY_NONE);
-    if (status == dnnl_success) status = dnnl_memory_create(&place->c, &kern->c, engine, DNNL_MEMORY_NONE);
+    if (status == dnnl_success) status = dnnl_memory_create(&place->a, DESC(kern->a), engine, DNNL_MEMORY_NONE);
+    if (status == dnnl_success) status = dnnl_memory_create(&place->b, DESC(kern->b), engine, DNNL_MEMORY_NONE);
+    if (status == dnnl_success) status = dnnl_memory_create(&place->c, DESC(kern->c), engine, DNNL_MEMORY_NONE);
     if (status == dnnl_success)
-        status = dnnl_memory_create(&place->scratch, &kern->scratch, engine, DNNL_MEMORY_NONE);
+        status = dnnl_memory_create(&place->scratch, DESC(kern->scratch), engine, DNNL_MEMORY_NONE);
     return status;
 }
 
