@@ -20,7 +20,8 @@ static cg_value *param(builder *b, const char *name, cg_shape shape, cg_init ini
     cg_value *value = cg_leaf(b->graph, CG_LEAF_PARAMETER, name, b->config->dtype, shape);
     if (!value) return NULL;
     value->external = b->options->external;
-    if (b->model->n_params == CG_MAX_PARAMS) return cg_graph_fail(b->graph, "more than %d parameters", CG_MAX_PARAMS);
+    if (b->model->n_params == CG_MAX_PARAMS)
+        return cg_graph_fail(b->graph, "more than %d parameters", CG_MAX_PARAMS);
     b->model->params[b->model->n_params++] = (cg_dsv4_param){value, init, decay, indexer};
     return value;
 }
@@ -86,7 +87,8 @@ static cg_value *compress(builder *b, cg_value *x, int64_t ratio, int64_t width,
     cg_value *content = project(b, x, "wkv.weight", columns, indexer);
     cg_value *gate = project(b, x, "wgate.weight", columns, indexer);
     cg_value *ape = param(b, "ape", CG_SHAPE(ratio, columns), CG_INIT_NORMAL, false, indexer);
-    cg_value *pooled = cg_csa_compress(g, content, gate, ape, rows->entries, rows->entry_positions, ratio, overlap);
+    cg_value *pooled =
+        cg_csa_compress(g, content, gate, ape, rows->entries, rows->entry_positions, ratio, overlap);
     pooled = normalize(b, pooled, "norm.weight", indexer);
     cg_rope_attr rope = rope_of(b->config, ratio, false);
     pooled = cg_rope(g, pooled, rows->entry_positions, &rope);
@@ -99,8 +101,8 @@ typedef struct indexer {
     cg_value *scores;    /* spelled out: [T, C] */
 } indexer;
 
-/* Queries, head weights and keys of the Lightning Indexer (spec 4), from detached hidden states and query latents:
- * nothing of its loss reaches the rest of the model. */
+/* Queries, head weights and keys of the Lightning Indexer (spec 4), from detached hidden states and query
+ * latents: nothing of its loss reaches the rest of the model. */
 static indexer build_indexer(builder *b, cg_value *x, cg_value *q_latent) {
     cg_graph *g = b->graph;
     const cg_config *c = b->config;
@@ -109,14 +111,16 @@ static indexer build_indexer(builder *b, cg_value *x, cg_value *q_latent) {
     x = cg_detach(g, x);
     q_latent = cg_detach(g, q_latent);
     cg_rope_attr rope = rope_of(c, CG_RATIO_CSA, false);
-    ix.q = cg_reshape(g, project(b, q_latent, "wq_b.weight", n_heads * width, true), CG_SHAPE(n_rows, n_heads, width));
+    ix.q = cg_reshape(g, project(b, q_latent, "wq_b.weight", n_heads * width, true),
+                      CG_SHAPE(n_rows, n_heads, width));
     ix.q = cg_rope(g, ix.q, rows_of(b, CG_RATIO_CSA)->positions, &rope);
     ix.k = compress(b, x, CG_RATIO_CSA, width, true);
     if (c->index_hadamard) {
         ix.q = cg_hadamard(g, ix.q);
         ix.k = cg_hadamard(g, ix.k);
     }
-    ix.w = cg_scale(g, project(b, x, "weights_proj.weight", n_heads, true), 1 / sqrt((double)(n_heads * width)));
+    ix.w =
+        cg_scale(g, project(b, x, "weights_proj.weight", n_heads, true), 1 / sqrt((double)(n_heads * width)));
     if (b->options->form == CG_FORM_SPELLED)
         ix.scores = cg_indexer_head_sum(g, cg_relu(g, cg_indexer_head_scores(g, ix.q, ix.k)), ix.w);
     return ix;
@@ -129,9 +133,10 @@ static cg_value *select_rows(builder *b, const indexer *ix) {
     return cg_indexer_topk(b->graph, ix->q, ix->w, ix->k, rows, b->config->index_topk);
 }
 
-/* KL of the attention's own distribution over compressed rows against the indexer's (spec 6.2), summed over rows. */
-static cg_value *indexer_loss(builder *b, const indexer *ix, const cg_attention *attention, cg_value *q, cg_value *ckv,
-                              cg_value *sink, cg_value *topk, double scale) {
+/* KL of the attention's own distribution over compressed rows against the indexer's (spec 6.2), summed over
+ * rows. */
+static cg_value *indexer_loss(builder *b, const indexer *ix, const cg_attention *attention, cg_value *q,
+                              cg_value *ckv, cg_value *sink, cg_value *topk, double scale) {
     cg_graph *g = b->graph;
     const cg_config *c = b->config;
     cg_value *rows = rows_of(b, CG_RATIO_CSA)->rows;
@@ -143,7 +148,8 @@ static cg_value *indexer_loss(builder *b, const indexer *ix, const cg_attention 
                              CG_REDUCE_SUM, c->indexer_loss_coeff);
     if (b->options->form == CG_FORM_STREAM)
         return cg_indexer_dense_loss(g, ix->q, ix->w, ix->k, cg_detach(g, q), cg_detach(g, ckv), window_lse,
-                                     teacher_sink, rows, scale, c->teacher, CG_REDUCE_SUM, c->indexer_loss_coeff);
+                                     teacher_sink, rows, scale, c->teacher, CG_REDUCE_SUM,
+                                     c->indexer_loss_coeff);
     cg_value *support = dense ? all_visible(b, CG_RATIO_CSA) : topk;
     cg_value *teacher = dense ? cg_csa_teacher_at(g, cg_detach(g, q), cg_detach(g, ckv), support, window_lse,
                                                   teacher_sink, scale, c->teacher)
@@ -152,8 +158,8 @@ static cg_value *indexer_loss(builder *b, const indexer *ix, const cg_attention 
     return cg_kl_div(g, log_p, teacher, rows, CG_REDUCE_SUM, c->indexer_loss_coeff);
 }
 
-static cg_value *build_health(builder *b, const indexer *ix, const cg_attention *attention, cg_value *q, cg_value *ckv,
-                              cg_value *topk, double scale) {
+static cg_value *build_health(builder *b, const indexer *ix, const cg_attention *attention, cg_value *q,
+                              cg_value *ckv, cg_value *topk, double scale) {
     cg_value *scores = cg_indexer_scores_at(b->graph, ix->q, ix->w, ix->k, topk);
     return cg_indexer_health(b->graph, scores, attention->teacher, topk, ix->w, q, ckv, attention->window_lse,
                              rows_of(b, CG_RATIO_CSA)->rows, scale, CG_RATIO_CSA);
@@ -163,12 +169,14 @@ static cg_value *build_health(builder *b, const indexer *ix, const cg_attention 
 static cg_value *attention_block(builder *b, cg_value *x, cg_dsv4_layer *layer) {
     cg_graph *g = b->graph;
     const cg_config *c = b->config;
-    int64_t n_rows = b->options->n_rows, n_heads = c->num_attention_heads, width = c->head_dim, ratio = layer->ratio;
+    int64_t n_rows = b->options->n_rows, n_heads = c->num_attention_heads, width = c->head_dim,
+            ratio = layer->ratio;
     double scale = 1 / sqrt((double)width);
     const cg_rows *rows = rows_of(b, ratio);
     cg_rope_attr rope = rope_of(c, ratio, false), unrope = rope_of(c, ratio, true);
 
-    cg_value *q_latent = normalize(b, project(b, x, "wq_a.weight", c->q_lora_rank, false), "q_norm.weight", false);
+    cg_value *q_latent =
+        normalize(b, project(b, x, "wq_a.weight", c->q_lora_rank, false), "q_norm.weight", false);
     cg_value *q = cg_reshape(g, project(b, q_latent, "wq_b.weight", n_heads * width, false),
                              CG_SHAPE(n_rows, n_heads, width));
     q = cg_rope(g, cg_rms_norm(g, q, NULL, c->rms_norm_eps), rows->positions, &rope);
@@ -188,7 +196,8 @@ static cg_value *attention_block(builder *b, cg_value *x, cg_dsv4_layer *layer) 
     } else if (ratio) {
         topk = all_visible(b, ratio);
     }
-    bool sparse_teacher = wants_health || (wants_loss && !b->options->attend_all && c->support == CG_SUPPORT_SPARSE);
+    bool sparse_teacher =
+        wants_health || (wants_loss && !b->options->attend_all && c->support == CG_SUPPORT_SPARSE);
     cg_attention attention = cg_csa_attention(g, q, kv, ckv, sink, topk, rows->rows, c->sliding_window, scale,
                                               sparse_teacher ? c->teacher : CG_TEACHER_NONE);
     layer->lse = attention.lse;
@@ -197,13 +206,15 @@ static cg_value *attention_block(builder *b, cg_value *x, cg_dsv4_layer *layer) 
     if (wants_health) layer->health = build_health(b, &ix, &attention, q, ckv, topk, scale);
     cg_scope_pop(g);
 
-    /* values carry the rotation of their own position; turning back by the query's makes it relative (spec 2.2) */
+    /* values carry the rotation of their own position; turning back by the query's makes it relative (spec 2.2)
+     */
     cg_value *out = cg_rope(g, attention.out, rows->positions, &unrope);
     int64_t groups = c->o_groups, rank = c->o_lora_rank, group_width = n_heads / groups * width;
     cg_value *wo_a = param(b, "wo_a.weight", CG_SHAPE(groups * rank, group_width), CG_INIT_NORMAL, true, false);
     out = cg_grouped_linear(g, cg_reshape(g, out, CG_SHAPE(n_rows, groups, group_width)),
                             cg_reshape(g, wo_a, CG_SHAPE(groups, rank, group_width)));
-    return project(b, cg_reshape(g, out, CG_SHAPE(n_rows, groups * rank)), "wo_b.weight", c->hidden_size, false);
+    return project(b, cg_reshape(g, out, CG_SHAPE(n_rows, groups * rank)), "wo_b.weight", c->hidden_size,
+                   false);
 }
 
 /* The feed-forward half: one dense SwiGLU. Experts take its place behind the same signature. */
@@ -214,7 +225,8 @@ static cg_value *feed_forward(builder *b, cg_value *x) {
     return project(b, cg_swiglu(b->graph, gate, up, c->swiglu_limit), "w2.weight", c->hidden_size, false);
 }
 
-/* One block: each half reads the normed stream and is added to it. Hyper-connections would replace the two additions. */
+/* One block: each half reads the normed stream and is added to it. Hyper-connections would replace the two
+ * additions. */
 static cg_value *block(builder *b, cg_value *stream, cg_dsv4_layer *layer) {
     cg_graph *g = b->graph;
     cg_value *x = normalize(b, stream, "attn_norm.weight", false);
@@ -246,8 +258,8 @@ bool cg_dsv4_build(cg_graph *graph, const cg_config *config, const cg_dsv4_optio
     model->graph = graph;
     builder b = {graph, config, options, model, {{0}}, {0}};
     build_inputs(&b);
-    cg_value *table = param(&b, "embed.weight", CG_SHAPE(config->vocab_size, config->hidden_size), CG_INIT_NORMAL,
-                            false, false);
+    cg_value *table = param(&b, "embed.weight", CG_SHAPE(config->vocab_size, config->hidden_size),
+                            CG_INIT_NORMAL, false, false);
     cg_value *stream = cg_embedding(graph, table, model->tokens), *loss = NULL;
     model->n_layers = (int)config->num_hidden_layers;
     for (int i = 0; i < model->n_layers && !cg_graph_error(graph); i++) {
@@ -268,7 +280,8 @@ bool cg_dsv4_build(cg_graph *graph, const cg_config *config, const cg_dsv4_optio
 /* ---- policies ---- */
 
 /* The nodes whose outputs ordinary autograd would keep for the indexer objective. */
-static const char recompute_terms[] = "indexer_head_scores,relu,indexer_head_sum,gather,softmax@layer*/attn/indexer";
+static const char recompute_terms[] =
+    "indexer_head_scores,relu,indexer_head_sum,gather,softmax@layer*/attn/indexer";
 
 bool cg_policy_parse(const char *policy, cg_form *form, char *terms, cg_error *error) {
     *form = CG_FORM_SPELLED;
@@ -307,7 +320,8 @@ const char *cg_param_name(const cg_value *value, char *text, size_t text_bytes) 
     }
     for (char *p = text; *p; p++)
         if (*p == '/') *p = '.';
-    if (n >= 0 && (size_t)n < text_bytes) snprintf(text + n, text_bytes - (size_t)n, "%s%s", n ? "." : "", value->name);
+    if (n >= 0 && (size_t)n < text_bytes)
+        snprintf(text + n, text_bytes - (size_t)n, "%s%s", n ? "." : "", value->name);
     return text;
 }
 

@@ -1,8 +1,8 @@
-/* The toy DeepSeek-V4 model as a graph: attention layers of three kinds (window only, CSA, HCA, by compress_ratios),
- * pre-norm residual blocks with a dense SwiGLU, language-model loss and indexer loss.
+/* The toy DeepSeek-V4 model as a graph: attention layers of three kinds (window only, CSA, HCA, by
+ * compress_ratios), pre-norm residual blocks with a dense SwiGLU, language-model loss and indexer loss.
  *
- * Source of the formulas: DeepSeek-V4 report (arXiv 2606.19348), sections 2.1 to 2.3; indexer loss: DeepSeek-V3.2
- * report (arXiv 2512.02556), section 2.1, with the full attention denominator.
+ * Source of the formulas: DeepSeek-V4 report (arXiv 2606.19348), sections 2.1 to 2.3; indexer loss:
+ * DeepSeek-V3.2 report (arXiv 2512.02556), section 2.1, with the full attention denominator.
  */
 #ifndef CG_MODELS_DSV4_H
 #define CG_MODELS_DSV4_H
@@ -20,10 +20,10 @@ typedef struct cg_dsv4_options {
     int64_t max_segments; /* B: cu_seqlens has B+1 entries; unused segments are empty */
     int64_t max_seqlen;   /* no segment is longer */
     cg_form form;
-    bool attend_all;      /* CSA layers attend to all visible compressed rows, and the indexer loss is dense */
-    bool with_health;     /* build indexer_health for each CSA layer */
-    bool with_loss;       /* build the indexer loss (when the coefficient is not 0 either) */
-    bool external;        /* parameters are lent by another executor */
+    bool attend_all;  /* CSA layers attend to all visible compressed rows, and the indexer loss is dense */
+    bool with_health; /* build indexer_health for each CSA layer */
+    bool with_loss;   /* build the indexer loss (when the coefficient is not 0 either) */
+    bool external;    /* parameters are lent by another executor */
 } cg_dsv4_options;
 
 typedef enum cg_init { CG_INIT_NORMAL, CG_INIT_ONES, CG_INIT_ZEROS } cg_init;
@@ -31,7 +31,7 @@ typedef enum cg_init { CG_INIT_NORMAL, CG_INIT_ONES, CG_INIT_ZEROS } cg_init;
 typedef struct cg_dsv4_param {
     cg_value *value;
     cg_init init;
-    bool decay;   /* weight decay applies: matrices do, norms, sinks, biases of position and embeddings do not */
+    bool decay; /* weight decay applies: matrices do, norms, sinks, biases of position and embeddings do not */
     bool indexer; /* trained by the indexer loss alone */
 } cg_dsv4_param;
 
@@ -39,22 +39,24 @@ enum { CG_MAX_PARAMS = CG_MAX_LAYERS * 32 };
 
 typedef struct cg_dsv4_layer {
     int64_t ratio;
-    cg_value *topk;    /* CSA: the selection [T, K]; NULL elsewhere */
-    cg_value *lse;     /* [T, H] */
-    cg_value *health;  /* [CG_HEALTH_FIELDS]; NULL unless wanted */
+    cg_value *topk;         /* CSA: the selection [T, K]; NULL elsewhere */
+    cg_value *lse;          /* [T, H] */
+    cg_value *health;       /* [CG_HEALTH_FIELDS]; NULL unless wanted */
     cg_value *indexer_loss; /* [1], summed over rows, coefficient included; NULL when there is none */
 } cg_dsv4_layer;
 
 typedef struct cg_dsv4 {
     cg_graph *graph;
     /* inputs */
-    cg_value *tokens, *targets; /* [T] i32; target -1: none */
+    cg_value *tokens, *targets;     /* [T] i32; target -1: none */
     cg_value *cu_seqlens, *seqlens; /* [B+1], [B] i32 */
-    cg_value *lm_scale, *row_scale; /* [1]: 1 / targets and 1 / real rows of the whole step, all micro-batches */
+    cg_value *lm_scale,
+        *row_scale; /* [1]: 1 / targets and 1 / real rows of the whole step, all micro-batches */
     /* outputs */
     cg_value *logits;       /* [T, V] */
     cg_value *lm_loss;      /* [1]: this micro-batch's share of the mean over all targets of the step, nats */
-    cg_value *indexer_loss; /* [1]: likewise over real rows, summed over CSA layers, times the coefficient; NULL: none */
+    cg_value *indexer_loss; /* [1]: likewise over real rows, summed over CSA layers, times the coefficient;
+                               NULL: none */
     cg_dsv4_layer layers[CG_MAX_LAYERS];
     int n_layers;
     cg_dsv4_param params[CG_MAX_PARAMS];
@@ -66,8 +68,8 @@ typedef struct cg_dsv4 {
 bool cg_dsv4_build(cg_graph *graph, const cg_config *config, const cg_dsv4_options *options, cg_dsv4 *model);
 
 /* Split a policy text: save, recompute, stream, TEXT (spelled out, rewritten by that cg_recompute text, with or
- * without "recompute=" before it), or stream+TEXT. terms (CG_POLICY_BYTES) becomes the text for cg_recompute, "" for
- * none. */
+ * without "recompute=" before it), or stream+TEXT. terms (CG_POLICY_BYTES) becomes the text for cg_recompute,
+ * "" for none. */
 bool cg_policy_parse(const char *policy, cg_form *form, char *terms, cg_error *error);
 
 /* The name of a parameter in checkpoints: "layers.0.attn.wq_a.weight", as in DeepSeek's release. */

@@ -53,13 +53,16 @@ static void build_optimizer(cg_step *step, const cg_config *config) {
     step->grad_norm = cg_keep(cg_global_norm(g, step->grads, m->n_params));
     for (int p = 0; p < m->n_params && !cg_graph_error(g); p++) {
         const cg_dsv4_param *param = &m->params[p];
-        cg_adamw_attr attr = {.beta1 = config->beta1, .beta2 = config->beta2, .eps = config->adam_eps,
+        cg_adamw_attr attr = {.beta1 = config->beta1,
+                              .beta2 = config->beta2,
+                              .eps = config->adam_eps,
                               .weight_decay = param->decay ? config->weight_decay : 0,
                               .max_norm = config->max_grad_norm};
         step->m[p] = companion(g, param->value, CG_LEAF_OPTIMIZER, "m");
         step->v[p] = companion(g, param->value, CG_LEAF_OPTIMIZER, "v");
         strcpy(g->scope, param->value->scope);
-        cg_adamw(g, param->value, step->m[p], step->v[p], step->grads[p], step->grad_norm, step->schedule, &attr);
+        cg_adamw(g, param->value, step->m[p], step->v[p], step->grads[p], step->grad_norm, step->schedule,
+                 &attr);
         g->scope[0] = 0;
     }
 }
@@ -68,8 +71,11 @@ bool cg_step_build(cg_step *step, const cg_config *config, const cg_step_options
     memset(step, 0, sizeof *step);
     if (!allocate(step)) return cg_fail(error, CG_FAILED, "out of memory while a step is built");
     char terms[CG_POLICY_BYTES];
-    cg_dsv4_options model = {.n_rows = config->batch_size * config->seq_len, .max_segments = options->max_segments,
-                             .max_seqlen = config->seq_len, .with_loss = true, .attend_all = options->attend_all};
+    cg_dsv4_options model = {.n_rows = config->batch_size * config->seq_len,
+                             .max_segments = options->max_segments,
+                             .max_seqlen = config->seq_len,
+                             .with_loss = true,
+                             .attend_all = options->attend_all};
     if (!cg_policy_parse(config->policy, &model.form, terms, error)) return false;
     if (cg_dsv4_build(step->graph, config, &model, step->model)) {
         cg_keep(step->model->lm_loss);

@@ -7,10 +7,10 @@
 
 typedef struct cg_step_options {
     int64_t max_segments;
-    bool attend_all;            /* the indexer's warm-up: see cg_dsv4_options */
-    bool keep_gradients;        /* gradients stay readable behind a run */
-    bool no_optimizer;          /* forward and backward alone */
-    bool hold_choices;          /* keep the outputs of nodes that choose, for cg_gradcheck_run */
+    bool attend_all;     /* the indexer's warm-up: see cg_dsv4_options */
+    bool keep_gradients; /* gradients stay readable behind a run */
+    bool no_optimizer;   /* forward and backward alone */
+    bool hold_choices;   /* keep the outputs of nodes that choose, for cg_gradcheck_run */
     cg_plan_options plan;
 } cg_step_options;
 
@@ -18,13 +18,13 @@ typedef struct cg_step {
     cg_graph *graph;
     cg_dsv4 *model;
     cg_plan *plan;
-    int n_clones;          /* nodes that recompute added */
-    cg_value *seed;        /* [1] input, the gradient of both losses: write 1 */
-    cg_value *keep;        /* [1] input: 0 in the first micro-batch of a step, else 1; NULL without accumulation */
-    cg_value *schedule;    /* [2] input: learning rate, step counted from 1 */
-    cg_value *grad_norm;   /* [1], before clipping */
-    cg_value **grads;      /* by parameter: the sum over micro-batches with accumulation */
-    cg_value **m, **v;     /* by parameter: AdamW's moments */
+    int n_clones;       /* nodes that recompute added */
+    cg_value *seed;     /* [1] input, the gradient of both losses: write 1 */
+    cg_value *keep;     /* [1] input: 0 in the first micro-batch of a step, else 1; NULL without accumulation */
+    cg_value *schedule; /* [2] input: learning rate, step counted from 1 */
+    cg_value *grad_norm; /* [1], before clipping */
+    cg_value **grads;    /* by parameter: the sum over micro-batches with accumulation */
+    cg_value **m, **v;   /* by parameter: AdamW's moments */
 } cg_step;
 
 /* Build and plan the step of a checked config. False with a sentence; free what was built in any case. */

@@ -1,0 +1,33 @@
+/* Checkpoints: safetensors files with weights (DeepSeek's release names), optimizer moments ("adamw.m.NAME",
+ * "adamw.v.NAME"), and in the metadata the step, the configuration, a fingerprint of the data and a checksum.
+ * The data position and all random numbers follow from (seed, step), so nothing else is needed to go on bit for
+ * bit. */
+#ifndef CG_MODELS_CHECKPOINT_H
+#define CG_MODELS_CHECKPOINT_H
+
+#include "core/safetensors.h"
+
+/* What stands beside the tensors. */
+typedef struct cg_checkpoint_facts {
+    int64_t step;
+    uint64_t data;           /* fingerprint of the feed */
+    const char *config_json; /* for readers of the file; not read back */
+} cg_checkpoint_facts;
+
+/* Write atomically. */
+bool cg_checkpoint_write(const char *path, const cg_named_tensor *tensors, int n_tensors,
+                         const cg_checkpoint_facts *facts, cg_error *error);
+
+/* Read into the memory of `tensors`, whose names, dtypes and shapes must be the file's, and facts->step;
+ * facts->data must be that of the file. Refused, with nothing changed: a file that is damaged (structure or
+ * checksum), no checkpoint, or of another model or other data. */
+bool cg_checkpoint_read(const char *path, const cg_named_tensor *tensors, int n_tensors,
+                        cg_checkpoint_facts *facts, cg_error *error);
+
+/* "DIR/checkpoint-00000100.safetensors". */
+void cg_checkpoint_path(const char *dir, int64_t step, char *path, size_t path_bytes);
+
+/* Steps of the checkpoints in a folder, newest first; at most max of them. 0 also when the folder is absent. */
+int cg_checkpoint_list(const char *dir, int64_t *steps, int max);
+
+#endif

@@ -1,0 +1,362 @@
+#include "models/trainer.h"
+
+#include "graph/cases.h"
+#include "graph/exec.h"
+#include "models/checkpoint.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+struct cg_trainer {
+    cg_config config;
+    const cg_feed *feed;
+    cg_batch **batches; /* the micro-batches of a step: their counts are needed before the first one runs */
+    cg_step step;
+    cg_exec *exec;
+    bool warming; /* what `step` was built for */
+    int64_t steps_done;
+};
+
+static bool is_warming(const cg_trainer *trainer) {
+    return trainer->steps_done < trainer->config.indexer_warmup && trainer->config.indexer_loss_coeff != 0;
+}
+
+/* ---- state: parameters and moments, as named views on the executor's memory ---- */
+
+typedef struct state {
+    int n;
+    cg_named_tensor *tensors;
+    char (*names)[256];
+} state;
+
+static void state_free(state *s) {
+    free(s->tensors);
+    free(s->names);
+    *s = (state){0};
+}
+
+static void state_add(state *s, const cg_exec *exec, const char *prefix, const cg_value *param,
+                      const cg_value *value) {
+    char name[224];
+    snprintf(s->names[s->n], sizeof s->names[s->n], "%s%s", prefix, cg_param_name(param, name, sizeof name));
+    s->tensors[s->n] =
+        (cg_named_tensor){s->names[s->n], {value->dtype, value->shape, cg_exec_data(exec, value)}};
+    s->n++;
+}
+
+static bool state_of(const cg_step *step, const cg_exec *exec, state *s, cg_error *error) {
+    size_t n = (size_t)step->model->n_params * 3;
+    *s = (state){0, calloc(n, sizeof *s->tensors), calloc(n, sizeof *s->names)};
+    if (!s->tensors || !s->names) {
+        state_free(s);
+        return cg_fail(error, CG_FAILED, "out of memory for a list of %zu tensors", n);
+    }
+    for (int p = 0; p < step->model->n_params; p++) {
+        const cg_value *param = step->model->params[p].value;
+        state_add(s, exec, "", param, param);
+        state_add(s, exec, "adamw.m.", param, step->m[p]);
+        state_add(s, exec, "adamw.v.", param, step->v[p]);
+    }
+    return true;
+}
+
+static size_t tensor_bytes(const cg_named_tensor *t) {
+    return (size_t)cg_tensor_bytes(t->tensor.dtype, &t->tensor.shape);
+}
+
+static void write_scalar(const cg_exec *exec, const cg_value *value, int64_t i, double x) {
+    if (value) cg_real_set(value->dtype, cg_exec_data(exec, value), i, x);
+}
+
+static double read_scalar(const cg_exec *exec, const cg_value *value) {
+    return value ? cg_real_get(value->dtype, cg_exec_data(exec, value), 0) : 0;
+}
+
+/* ---- the step's graph ---- */
+
+/* Build the step for the phase at hand. Parameters and moments, if there are any yet, move over through a copy:
+ * two arenas at once would be the peak of the whole run. */
+static bool build_step(cg_trainer *trainer, cg_error *error) {
+    state old = {0};
+    char *copy = NULL;
+    size_t bytes = 0, at = 0;
+    if (trainer->exec) {
+        if (!state_of(&trainer->step, trainer->exec, &old, error)) return false;
+        for (int i = 0; i < old.n; i++) bytes += tensor_bytes(&old.tensors[i]);
+        copy = malloc(bytes + 1);
+        for (int i = 0; copy && i < old.n; at += tensor_bytes(&old.tensors[i++]))
+            memcpy(copy + at, old.tensors[i].tensor.data, tensor_bytes(&old.tensors[i]));
+        state_free(&old);
+        if (!copy) return cg_fail(error, CG_FAILED, "out of memory for %zu bytes of parameters", bytes);
+        cg_exec_free(trainer->exec);
+        trainer->exec = NULL;
+        cg_step_free(&trainer->step);
+    }
+    trainer->warming = is_warming(trainer);
+    cg_step_options options = {.max_segments = cg_feed_facts_of(trainer->feed)->max_segments,
+                               .attend_all = trainer->warming};
+    bool ok = cg_step_build(&trainer->step, &trainer->config, &options, error) &&
+              (trainer->exec = cg_exec_new(trainer->step.plan, NULL, error)) != NULL;
+    if (ok && copy) {
+        ok = state_of(&trainer->step, trainer->exec, &old, error);
+        at = 0;
+        for (int i = 0; ok && i < old.n; at += tensor_bytes(&old.tensors[i++]))
+            memcpy(old.tensors[i].tensor.data, copy + at, tensor_bytes(&old.tensors[i]));
+        state_free(&old);
+    } else if (ok) {
+        for (int p = 0; p < trainer->step.model->n_params; p++) {
+            const cg_dsv4_param *param = &trainer->step.model->params[p];
+            cg_param_init(param, &trainer->config, cg_exec_data(trainer->exec, param->value));
+        }
+    }
+    free(copy);
+    return ok;
+}
+
+cg_trainer *cg_trainer_new(const cg_config *config, const cg_feed *feed, cg_error *error) {
+    cg_trainer *trainer = calloc(1, sizeof *trainer);
+    if (!trainer) {
+        cg_fail(error, CG_FAILED, "out of memory for a trainer");
+        return NULL;
+    }
+    trainer->config = *config;
+    trainer->feed = feed;
+    trainer->batches = calloc((size_t)config->accumulate, sizeof *trainer->batches);
+    bool ok = trainer->batches || cg_fail(error, CG_FAILED, "out of memory for a trainer");
+    for (int64_t i = 0; ok && i < config->accumulate; i++)
+        ok = (trainer->batches[i] = cg_batch_new(feed, error)) != NULL;
+    if (ok && build_step(trainer, error)) return trainer;
+    cg_trainer_free(trainer);
+    return NULL;
+}
+
+void cg_trainer_free(cg_trainer *trainer) {
+    if (!trainer) return;
+    cg_exec_free(trainer->exec);
+    cg_step_free(&trainer->step);
+    for (int64_t i = 0; trainer->batches && i < trainer->config.accumulate; i++)
+        cg_batch_free(trainer->batches[i]);
+    free(trainer->batches);
+    free(trainer);
+}
+
+int64_t cg_trainer_steps(const cg_trainer *trainer) { return trainer->steps_done; }
+
+const cg_step *cg_trainer_graph(const cg_trainer *trainer) { return &trainer->step; }
+
+/* ---- a step ---- */
+
+static double now_s(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void write_batch(const cg_exec *exec, const cg_dsv4 *model, const cg_batch *batch) {
+    size_t rows = (size_t)batch->n_rows * sizeof(int32_t),
+           segments = (size_t)batch->max_segments * sizeof(int32_t);
+    memcpy(cg_exec_data(exec, model->tokens), batch->tokens, rows);
+    memcpy(cg_exec_data(exec, model->targets), batch->targets, rows);
+    memcpy(cg_exec_data(exec, model->cu_seqlens), batch->cu_seqlens, segments + sizeof(int32_t));
+    memcpy(cg_exec_data(exec, model->seqlens), batch->seqlens, segments);
+}
+
+/* Forward and backward of all micro-batches. Losses are divided by the counts of the whole step, so that short
+ * micro-batches do not weigh more than their tokens. */
+static bool run_micro_batches(cg_trainer *trainer, cg_metrics *metrics, cg_error *error) {
+    const cg_step *step = &trainer->step;
+    int64_t n_targets = 0, n_real = 0, n_micro = trainer->config.accumulate;
+    for (int64_t i = 0; i < n_micro; i++) {
+        cg_feed_batch(trainer->feed, false, (uint64_t)(trainer->steps_done * n_micro + i), trainer->batches[i]);
+        n_targets += trainer->batches[i]->n_targets;
+        n_real += trainer->batches[i]->n_real;
+    }
+    write_scalar(trainer->exec, step->seed, 0, 1);
+    write_scalar(trainer->exec, step->model->lm_scale, 0, n_targets ? 1 / (double)n_targets : 0);
+    write_scalar(trainer->exec, step->model->row_scale, 0, n_real ? 1 / (double)n_real : 0);
+    for (int64_t i = 0; i < n_micro; i++) {
+        write_batch(trainer->exec, step->model, trainer->batches[i]);
+        write_scalar(trainer->exec, step->keep, 0, i > 0);
+        if (!cg_exec_run(trainer->exec, CG_ALL_PASSES & ~CG_PASS_BIT(CG_OPTIMIZE), error)) return false;
+        metrics->lm_loss += read_scalar(trainer->exec, step->model->lm_loss);
+        metrics->indexer_loss += read_scalar(trainer->exec, step->model->indexer_loss);
+    }
+    if (isfinite(metrics->lm_loss) && isfinite(metrics->indexer_loss)) return true;
+    return cg_fail(error, CG_FAILED,
+                   "step %lld: the loss is not finite (language model %g, indexer %g); parameters are "
+                   "as before this step",
+                   (long long)metrics->step, metrics->lm_loss, metrics->indexer_loss);
+}
+
+bool cg_trainer_step(cg_trainer *trainer, cg_metrics *metrics, cg_error *error) {
+    if (trainer->warming != is_warming(trainer) && !build_step(trainer, error)) return false;
+    double start = now_s();
+    *metrics = (cg_metrics){.step = trainer->steps_done + 1,
+                            .warming = trainer->warming,
+                            .planned_peak_bytes = trainer->step.plan->peak_bytes};
+    metrics->lr = cg_learning_rate(&trainer->config, metrics->step);
+    if (!run_micro_batches(trainer, metrics, error)) return false;
+    write_scalar(trainer->exec, trainer->step.schedule, 0, metrics->lr);
+    write_scalar(trainer->exec, trainer->step.schedule, 1, (double)metrics->step);
+    if (!cg_exec_run(trainer->exec, CG_PASS_BIT(CG_OPTIMIZE), error)) return false;
+    metrics->grad_norm = read_scalar(trainer->exec, trainer->step.grad_norm);
+    metrics->measured_peak_bytes = cg_exec_measured_bytes(trainer->exec);
+    trainer->steps_done++;
+    int64_t rows = trainer->batches[0]->n_rows * trainer->config.accumulate;
+    metrics->tokens_per_s = (double)rows / fmax(now_s() - start, 1e-9);
+    return true;
+}
+
+/* ---- evaluation ---- */
+
+typedef struct eval_run {
+    cg_graph *graph;
+    cg_dsv4 *model;
+    cg_value *predicted;
+    cg_plan *plan;
+    cg_exec *exec;
+    cg_batch *batch;
+} eval_run;
+
+static void eval_free(eval_run *run) {
+    cg_exec_free(run->exec);
+    cg_plan_free(run->plan);
+    cg_graph_free(run->graph);
+    cg_batch_free(run->batch);
+    free(run->model);
+}
+
+static bool eval_build(const cg_trainer *trainer, eval_run *run, cg_error *error) {
+    const cg_feed_facts *facts = cg_feed_facts_of(trainer->feed);
+    run->graph = cg_graph_new(&cg_all_ops);
+    run->model = calloc(1, sizeof *run->model);
+    run->batch = cg_batch_new(trainer->feed, error);
+    if (!run->graph || !run->model || !run->batch)
+        return cg_fail(error, CG_FAILED, "out of memory for an evaluation");
+    cg_dsv4_options options = {.n_rows = facts->n_rows,
+                               .max_segments = facts->max_segments,
+                               .max_seqlen = facts->max_seqlen,
+                               .form = CG_FORM_STREAM,
+                               .with_health = true,
+                               .external = true};
+    if (cg_dsv4_build(run->graph, &trainer->config, &options, run->model)) {
+        run->predicted = cg_keep(cg_argmax(run->graph, run->model->logits));
+        cg_keep(run->model->lm_loss);
+        for (int i = 0; i < run->model->n_layers; i++) cg_keep(run->model->layers[i].health);
+    }
+    if (!(run->plan = cg_plan_make(run->graph, NULL, error))) return false;
+    if (!(run->exec = cg_exec_new(run->plan, NULL, error))) return false;
+    for (int p = 0; p < run->model->n_params; p++)
+        cg_exec_bind(run->exec, run->model->params[p].value,
+                     cg_exec_data(trainer->exec, trainer->step.model->params[p].value));
+    return true;
+}
+
+static void count_predictions(const eval_run *run, const cg_feed_facts *facts, cg_evaluation *e, int64_t *right,
+                              int64_t *right_far) {
+    const int32_t *predicted = cg_exec_data(run->exec, run->predicted);
+    const cg_batch *batch = run->batch;
+    for (int64_t t = 0; t < batch->n_rows; t++) {
+        if (batch->targets[t] < 0) continue;
+        bool hit = predicted[t] == batch->targets[t], far = batch->distances[t] > facts->reach;
+        e->n_targets++;
+        *right += hit;
+        e->n_far += far;
+        *right_far += far && hit;
+    }
+}
+
+static void indexer_means(const double *sums, int layer, cg_indexer_state *s) {
+    double rows = sums[CG_HEALTH_ROWS], per = rows > 0 ? 1 / rows : 0;
+    *s = (cg_indexer_state){.layer = layer,
+                            .rows = (int64_t)rows,
+                            .kl = sums[CG_HEALTH_KL] * per,
+                            .kl_uniform = sums[CG_HEALTH_KL_UNIFORM] * per,
+                            .recall = sums[CG_HEALTH_RECALL] * per,
+                            .mass = sums[CG_HEALTH_MASS] * per,
+                            .top1_missed = sums[CG_HEALTH_TOP1_MISSED] * per,
+                            .negative_weights = sums[CG_HEALTH_NEGATIVE] * per,
+                            .distance = sums[CG_HEALTH_DISTANCE] * per};
+    s->captured = s->kl_uniform > 0 ? 1 - s->kl / s->kl_uniform : 0;
+}
+
+static bool eval_run_all(const cg_trainer *trainer, eval_run *run, cg_evaluation *e, cg_error *error) {
+    const cg_feed_facts *facts = cg_feed_facts_of(trainer->feed);
+    double(*sums)[CG_HEALTH_FIELDS] = calloc(CG_MAX_LAYERS, sizeof *sums);
+    if (!sums) return cg_fail(error, CG_FAILED, "out of memory for an evaluation");
+    double loss = 0;
+    int64_t right = 0, right_far = 0;
+    bool ok = true;
+    write_scalar(run->exec, run->model->lm_scale, 0, 1); /* sums over targets; divided once, below */
+    for (int64_t i = 0; ok && i < trainer->config.eval_batches; i++) {
+        cg_feed_batch(trainer->feed, true, (uint64_t)i, run->batch);
+        write_batch(run->exec, run->model, run->batch);
+        if (!(ok = cg_exec_run(run->exec, CG_ALL_PASSES, error))) break;
+        loss += read_scalar(run->exec, run->model->lm_loss);
+        count_predictions(run, facts, e, &right, &right_far);
+        for (int l = 0; l < run->model->n_layers; l++) {
+            const cg_value *health = run->model->layers[l].health;
+            for (int f = 0; health && f < CG_HEALTH_FIELDS; f++)
+                sums[l][f] += cg_real_get(health->dtype, cg_exec_data(run->exec, health), f);
+        }
+    }
+    e->val_loss = loss / (double)(e->n_targets ? e->n_targets : 1);
+    e->val_accuracy = (double)right / (double)(e->n_targets ? e->n_targets : 1);
+    e->val_accuracy_far = e->n_far ? (double)right_far / (double)e->n_far : NAN;
+    int exercised = 0;
+    for (int l = 0; l < run->model->n_layers; l++) {
+        if (!run->model->layers[l].health) continue;
+        cg_indexer_state *s = &e->layers[e->n_layers++];
+        indexer_means(sums[l], l, s);
+        if (!s->rows) continue;
+        exercised++;
+        e->captured += s->captured;
+        e->recall += s->recall;
+    }
+    e->captured = exercised ? e->captured / exercised : NAN;
+    e->recall = exercised ? e->recall / exercised : NAN;
+    free(sums);
+    return ok;
+}
+
+bool cg_trainer_evaluate(cg_trainer *trainer, cg_evaluation *evaluation, cg_error *error) {
+    *evaluation = (cg_evaluation){0};
+    eval_run run = {0};
+    bool ok = eval_build(trainer, &run, error) && eval_run_all(trainer, &run, evaluation, error);
+    eval_free(&run);
+    return ok;
+}
+
+bool cg_selection_is_exercised(const cg_config *config, const cg_feed *feed) {
+    for (int64_t i = 0; i < config->num_hidden_layers; i++)
+        if (config->compress_ratios[i] == CG_RATIO_CSA)
+            return cg_feed_facts_of(feed)->max_seqlen / CG_RATIO_CSA > config->index_topk;
+    return false;
+}
+
+/* ---- checkpoints ---- */
+
+bool cg_trainer_save(const cg_trainer *trainer, const char *path, cg_error *error) {
+    state s;
+    if (!state_of(&trainer->step, trainer->exec, &s, error)) return false;
+    char *json = cg_config_json(&trainer->config);
+    cg_checkpoint_facts facts = {trainer->steps_done, cg_feed_facts_of(trainer->feed)->fingerprint, json};
+    bool ok = json || cg_fail(error, CG_FAILED, "out of memory while a checkpoint is written");
+    ok = ok && cg_checkpoint_write(path, s.tensors, s.n, &facts, error);
+    free(json);
+    state_free(&s);
+    return ok;
+}
+
+bool cg_trainer_load(cg_trainer *trainer, const char *path, cg_error *error) {
+    state s;
+    if (!state_of(&trainer->step, trainer->exec, &s, error)) return false;
+    cg_checkpoint_facts facts = {.data = cg_feed_facts_of(trainer->feed)->fingerprint};
+    bool ok = cg_checkpoint_read(path, s.tensors, s.n, &facts, error);
+    if (ok) trainer->steps_done = facts.step;
+    state_free(&s);
+    return ok;
+}

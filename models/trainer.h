@@ -1,0 +1,65 @@
+/* Training: steps, evaluation, checkpoints. One trainer is one run; it prints nothing. */
+#ifndef CG_MODELS_TRAINER_H
+#define CG_MODELS_TRAINER_H
+
+#include "models/data.h"
+#include "models/step.h"
+
+typedef struct cg_metrics {
+    int64_t step;        /* counted from 1 */
+    double lm_loss;      /* nats per target */
+    double indexer_loss; /* mean over real rows, summed over CSA layers, times the coefficient; 0 when off */
+    double grad_norm;    /* before clipping */
+    double lr;
+    double tokens_per_s;
+    bool warming; /* the indexer's warm-up: attention to all visible compressed rows */
+    int64_t planned_peak_bytes, measured_peak_bytes;
+} cg_metrics;
+
+/* Health of one layer's indexer, means over the held-out rows that see more than K compressed rows. */
+typedef struct cg_indexer_state {
+    int layer;
+    int64_t rows; /* how many such rows; 0: selection is not exercised, and the rest is 0 */
+    double kl, kl_uniform;
+    double captured;                                              /* 1 - kl / kl_uniform */
+    double recall, mass, top1_missed, negative_weights, distance; /* see CG_HEALTH_* */
+} cg_indexer_state;
+
+typedef struct cg_evaluation {
+    double val_loss;         /* nats per target */
+    double val_accuracy;     /* share of targets predicted right */
+    double val_accuracy_far; /* the same over targets whose cue lies beyond the stacked windows; NaN without
+                                such */
+    int64_t n_targets, n_far;
+    double captured, recall; /* means over the CSA layers whose selection is exercised; NaN without such */
+    int n_layers;
+    cg_indexer_state layers[CG_MAX_LAYERS]; /* the CSA layers */
+} cg_evaluation;
+
+typedef struct cg_trainer cg_trainer;
+
+/* Start a run of a checked config with fresh parameters. The feed must outlive the trainer. */
+cg_trainer *cg_trainer_new(const cg_config *config, const cg_feed *feed, cg_error *error);
+void cg_trainer_free(cg_trainer *trainer);
+
+/* Steps taken so far. */
+int64_t cg_trainer_steps(const cg_trainer *trainer);
+
+/* Take one step. A loss or gradient that is not finite is an error, and parameters stay as they were. */
+bool cg_trainer_step(cg_trainer *trainer, cg_metrics *metrics, cg_error *error);
+
+/* Loss, accuracy and indexer health on the first eval_batches held-out batches, with the sparse attention. */
+bool cg_trainer_evaluate(cg_trainer *trainer, cg_evaluation *evaluation, cg_error *error);
+
+bool cg_trainer_save(const cg_trainer *trainer, const char *path, cg_error *error);
+/* Refused, and the trainer unchanged, when the file is damaged or of another model. */
+bool cg_trainer_load(cg_trainer *trainer, const char *path, cg_error *error);
+
+/* The step at hand, for reports: its graph, plan and executor's peak. */
+const cg_step *cg_trainer_graph(const cg_trainer *trainer);
+
+/* True when some batch row of `feed` could see more than index_topk compressed rows: else every run selects all
+ * that is visible, and selection is not tested. */
+bool cg_selection_is_exercised(const cg_config *config, const cg_feed *feed);
+
+#endif
