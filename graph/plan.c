@@ -124,13 +124,17 @@ static bool find_lifetimes(cg_plan *plan, const cg_plan_options *options, cg_err
         for (int s = 0; s < node->n_out; s++) {
             cg_storage *storage = storage_of(plan, node->out[s], t, error);
             if (!storage) return false;
-            if (node->out[s]->keep) storage->last = last_step;
+            if (!node->out[s]->keep) continue;
+            storage->kept = true;
+            storage->last = last_step;
+            /* when it is held in a later run, the nodes before it run again: they must not get its place */
+            if (node->op->replay == CG_REPLAY_CHOICE) storage->first = 0;
         }
         plan->workspace_of[t] = -1;
         size_t bytes = node->op->workspace ? node->op->workspace(node) : 0;
         if (bytes > INT64_MAX / 2)
-            return cg_fail(error, CG_BAD_INPUT, "%s: %s: its workspace of %zu bytes does not fit a plan",
-                           node->scope, node->op->name, bytes);
+            return cg_fail(error, CG_BAD_INPUT, "%s%s%s: its workspace of %zu bytes does not fit a plan",
+                           node->scope, node->scope[0] ? ": " : "", node->op->name, bytes);
         if (bytes) {
             cg_storage *storage = add_storage(plan, CG_WORKSPACE, (int64_t)bytes, t, t, error);
             if (!storage) return false;
@@ -160,8 +164,8 @@ static bool may_take_over(const cg_plan *plan, int t, int i) {
     if (!(node->op->overwrites & CG_BIT(i)) || !node->in[i]) return false;
     const cg_storage *from = &plan->storages[plan->storage_of[node->in[i]->id]];
     const cg_storage *to = &plan->storages[plan->storage_of[node->out[0]->id]];
-    if (from->value->leaf || from->last != t || from->bytes != to->bytes || from->value->keep) return false;
-    if (from->first == t || from == to) return false;
+    if (from->value->leaf || from->last != t || from->bytes != to->bytes || from->kept) return false;
+    if (from->first == t || to->first != t) return false;
     for (int k = 0; k < node->n_in; k++) /* another input in the same place would be read after the write */
         if (k != i && node->in[k] && plan->storage_of[node->in[k]->id] == plan->storage_of[node->in[i]->id])
             return false;
@@ -241,7 +245,6 @@ static bool lay_out(cg_plan *plan, cg_error *error) {
     int64_t *best = malloc(((size_t)n + 1) * sizeof *best);
     bool ok = blocks && block_of && order && placed && best;
     int n_blocks = 0;
-    int64_t total = 0;
     /* storages were made in order of birth, so a storage that is taken over precedes its successor */
     for (int s = 0; ok && s < n; s++) {
         cg_storage *storage = &plan->storages[s];
@@ -254,10 +257,7 @@ static bool lay_out(cg_plan *plan, cg_error *error) {
         }
         block_of[s] = n_blocks;
         blocks[n_blocks] = (block){storage->reserved, 0, storage->first, storage->last};
-        if (storage->reserved) order[n_blocks] = &blocks[n_blocks];
         n_blocks++;
-        if (__builtin_add_overflow(total, storage->reserved, &total))
-            ok = cg_fail(error, CG_BAD_INPUT, "the sizes of all values together do not fit 63 bits");
     }
     /* the greedy placement depends on the order; the smallest result of three is kept */
     int (*const orders[])(const void *, const void *) = {larger_first, longer_first, earlier_first};
@@ -292,7 +292,11 @@ void cg_plan_live(const cg_plan *plan, int step, int64_t bytes[CG_CATEGORIES]) {
     }
 }
 
-static bool find_floor(cg_plan *plan) {
+static bool find_floor(cg_plan *plan, cg_error *error) {
+    int64_t total = 0; /* no sum of bytes below can overflow when this one does not */
+    for (int s = 0; s < plan->n_storages; s++)
+        if (__builtin_add_overflow(total, plan->storages[s].reserved, &total))
+            return cg_fail(error, CG_BAD_INPUT, "the sizes of all values together do not fit 63 bits");
     int64_t *delta = calloc((size_t)plan->n_steps + 2, sizeof *delta);
     if (!delta) return false;
     for (int s = 0; s < plan->n_storages; s++) {
@@ -339,7 +343,7 @@ cg_plan *cg_plan_make(const cg_graph *graph, const cg_plan_options *options, cg_
     }
     ok = ok && find_lifetimes(plan, options, error);
     if (ok && !(options && options->no_reuse_in_place)) reuse_in_place(plan);
-    ok = ok && find_floor(plan) && lay_out(plan, error);
+    ok = ok && find_floor(plan, error) && lay_out(plan, error);
     if (!ok) {
         cg_fail(error, CG_FAILED, "out of memory while a plan is made");
         cg_plan_free(plan);
@@ -359,34 +363,55 @@ void cg_plan_free(cg_plan *plan) {
 
 /* ---- what is saved, and for whom ---- */
 
-static bool reads_late(const cg_node *node) {
-    return (node->pass == CG_BACKWARD || node->pass == CG_RECOMPUTE) && !node->op->alias;
+/* True for the first input through which a step reads a storage late: a node that reads a value twice is one
+ * reader. */
+static bool reads_late(const cg_plan *plan, const cg_node *node, int i) {
+    if ((node->pass != CG_BACKWARD && node->pass != CG_RECOMPUTE) || node->op->alias || !node->in[i])
+        return false;
+    for (int k = 0; k < i; k++)
+        if (node->in[k] && plan->storage_of[node->in[k]->id] == plan->storage_of[node->in[i]->id]) return false;
+    return true;
+}
+
+/* Readers of saved storages, counted first and then filled in; entry[s] is the place in the list or -1. */
+static bool list_readers(const cg_plan *plan, cg_saved *saved, int n, const int *entry) {
+    for (int fill = 0; fill < 2; fill++) {
+        for (int t = 0; t < plan->n_steps; t++)
+            for (int i = 0; i < plan->steps[t]->n_in; i++) {
+                if (!reads_late(plan, plan->steps[t], i)) continue;
+                int e = entry[plan->storage_of[plan->steps[t]->in[i]->id]];
+                if (e < 0) continue;
+                if (fill) {
+                    saved[e].readers[saved[e].n_readers] = plan->steps[t];
+                    ((int *)saved[e].reader_steps)[saved[e].n_readers] = t;
+                }
+                saved[e].n_readers++;
+            }
+        for (int e = 0; !fill && e < n; e++) {
+            saved[e].readers = calloc((size_t)saved[e].n_readers + 1, sizeof *saved[e].readers);
+            saved[e].reader_steps = calloc((size_t)saved[e].n_readers + 1, sizeof *saved[e].reader_steps);
+            if (!saved[e].readers || !saved[e].reader_steps) return false;
+            saved[e].n_readers = 0;
+        }
+    }
+    return true;
 }
 
 cg_saved *cg_plan_saved(const cg_plan *plan, int *n) {
     *n = 0;
-    for (int s = 0; s < plan->n_storages; s++) *n += plan->storages[s].category == CG_SAVED;
+    int *entry = malloc(((size_t)plan->n_storages + 1) * sizeof *entry);
+    if (!entry) return NULL;
+    for (int s = 0; s < plan->n_storages; s++) entry[s] = plan->storages[s].category == CG_SAVED ? (*n)++ : -1;
     cg_saved *saved = calloc((size_t)*n + 1, sizeof *saved);
-    if (!saved) return NULL;
-    int k = 0;
-    for (int s = 0; s < plan->n_storages; s++) {
-        if (plan->storages[s].category != CG_SAVED) continue;
-        cg_saved *entry = &saved[k++];
-        entry->value = plan->storages[s].value;
-        entry->bytes = plan->storages[s].bytes;
-        const cg_node **readers = calloc((size_t)plan->n_steps + 1, sizeof *readers);
-        int *steps = calloc((size_t)plan->n_steps + 1, sizeof *steps);
-        for (int t = 0; readers && steps && t < plan->n_steps; t++) {
-            const cg_node *node = plan->steps[t];
-            bool reads = false;
-            for (int i = 0; i < node->n_in; i++) reads |= node->in[i] && plan->storage_of[node->in[i]->id] == s;
-            if (!reads || !reads_late(node)) continue;
-            readers[entry->n_readers] = node;
-            steps[entry->n_readers++] = t;
-        }
-        entry->readers = readers;
-        entry->reader_steps = steps;
+    for (int s = 0; saved && s < plan->n_storages; s++)
+        if (entry[s] >= 0)
+            saved[entry[s]] = (cg_saved){.value = plan->storages[s].value, .bytes = plan->storages[s].bytes};
+    if (saved && !list_readers(plan, saved, *n, entry)) {
+        cg_saved_free(saved, *n);
+        saved = NULL;
     }
+    free(entry);
+    if (!saved) *n = 0;
     return saved;
 }
 

@@ -27,9 +27,11 @@ typedef struct cg_storage {
     cg_category category;
     int64_t bytes;    /* exact */
     int64_t reserved; /* bytes rounded up to CG_ALIGN */
-    int64_t offset;   /* in the arena; -1: external, or taken over */
-    int first, last;  /* steps, both included */
-    int taken_over;   /* a storage whose place this one takes in place at `first`; -1: none */
+    int64_t offset;   /* in the arena; -1: external */
+    int first,
+        last;  /* steps, both included; a kept choice lives from 0, so that it can be held (CG_HOLD_CHOICES) */
+    bool kept; /* readable after a run, itself or an alias of it */
+    int taken_over; /* a storage whose place this one takes in place at `first`; -1: none */
 } cg_storage;
 
 enum { CG_ALIGN = 64 };
@@ -69,7 +71,7 @@ typedef struct cg_saved {
     const int *reader_steps;
 } cg_saved;
 
-/* All saved values in order of birth; *n of them. NULL only when memory is out (or none is saved). */
+/* All saved values in order of birth; *n of them. NULL, with *n 0, when memory is out. */
 cg_saved *cg_plan_saved(const cg_plan *plan, int *n);
 void cg_saved_free(cg_saved *saved, int n);
 
