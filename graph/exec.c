@@ -64,7 +64,8 @@ static bool blocks_born(cg_exec *exec, int t, cg_error *error) {
         if (storages[s].value && storages[s].value->leaf) continue;
         if (!block_new(exec, s, error)) return false;
     }
-    for (int s = 0; s < exec->plan->n_storages; s++) /* last, so that no failure leaves a block with two owners */
+    for (int s = 0; s < exec->plan->n_storages;
+         s++) /* last, so that no failure leaves a block with two owners */
         if (storages[s].first == t && storages[s].taken_over >= 0 && !exec->data[s])
             exec->data[s] = exec->data[storages[s].taken_over];
     return true;
