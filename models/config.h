@@ -38,7 +38,7 @@ typedef struct cg_config {
     int64_t seq_len, batch_size, accumulate, steps, seed;
     cg_dtype dtype;
     double learning_rate, min_lr_ratio;
-    int64_t warmup_steps;
+    int64_t warmup_steps, decay_steps;
     double beta1, beta2, adam_eps, weight_decay, max_grad_norm;
     double indexer_loss_coeff;
     cg_teacher teacher;

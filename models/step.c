@@ -103,7 +103,7 @@ void cg_step_free(cg_step *step) {
 double cg_learning_rate(const cg_config *config, int64_t step) {
     double peak = config->learning_rate, low = peak * config->min_lr_ratio;
     if (step <= config->warmup_steps) return peak * (double)step / (double)config->warmup_steps;
-    double left = (double)(config->steps - config->warmup_steps);
+    double left = (double)(config->decay_steps - config->warmup_steps);
     double done = left > 0 ? (double)(step - config->warmup_steps) / left : 1;
     if (done > 1) done = 1;
     return low + (peak - low) * 0.5 * (1 + cos(3.14159265358979323846 * done));

@@ -32,7 +32,7 @@ bool cg_step_build(cg_step *step, const cg_config *config, const cg_step_options
 void cg_step_free(cg_step *step);
 
 /* Learning rate of a step counted from 1: linear warm-up over warmup_steps, then a cosine down to
- * min_lr_ratio * learning_rate at the last step. */
+ * min_lr_ratio * learning_rate at decay_steps, and that from there on. */
 double cg_learning_rate(const cg_config *config, int64_t step);
 
 #endif
