@@ -13,7 +13,7 @@ typedef struct builder {
     const cg_dsv4_options *options;
     cg_dsv4 *model;
     cg_rows rows[3];      /* for ratio 0, 4 and 128; made when a layer first needs them */
-    cg_value *visible[3]; /* index lists of all visible compressed rows */
+    cg_value *visible[3]; /* index lists of all visible compressed rows, where there are any */
 } builder;
 
 static cg_value *param(builder *b, const char *name, cg_shape shape, cg_init init, bool decay, bool indexer) {
@@ -42,25 +42,27 @@ static int ratio_index(int64_t ratio) { return ratio == CG_RATIO_CSA ? 1 : ratio
 
 static int64_t capacity(const builder *b, int64_t ratio) { return ratio ? b->options->n_rows / ratio : 0; }
 
-/* Facts about the packed rows under one ratio; shared by all layers of that ratio. */
+/* Facts about the packed rows under one ratio, and the index list that makes sparse attention dense. All layers
+ * of that ratio share them, so they belong to no layer's scope. */
 static const cg_rows *rows_of(builder *b, int64_t ratio) {
     cg_rows *rows = &b->rows[ratio_index(ratio)];
     if (rows->rows || cg_graph_error(b->graph)) return rows;
-    char layer_scope[sizeof b->graph->scope];
-    memcpy(layer_scope, b->graph->scope, sizeof layer_scope);
+    char outer[sizeof b->graph->scope];
+    memcpy(outer, b->graph->scope, sizeof outer);
     b->graph->scope[0] = 0;
     cg_scope_push(b->graph, "rows%lld", (long long)ratio);
     *rows = cg_segment_rows(b->graph, b->model->cu_seqlens, b->model->seqlens, b->options->n_rows, ratio,
                             capacity(b, ratio));
-    memcpy(b->graph->scope, layer_scope, sizeof layer_scope);
+    if (ratio)
+        b->visible[ratio_index(ratio)] =
+            cg_visible_indices(b->graph, rows->rows, b->options->max_seqlen / ratio);
+    memcpy(b->graph->scope, outer, sizeof outer);
     return rows;
 }
 
-/* The index list that makes sparse attention dense. */
 static cg_value *all_visible(builder *b, int64_t ratio) {
-    cg_value **list = &b->visible[ratio_index(ratio)];
-    if (!*list) *list = cg_visible_indices(b->graph, rows_of(b, ratio)->rows, b->options->max_seqlen / ratio);
-    return *list;
+    rows_of(b, ratio);
+    return b->visible[ratio_index(ratio)];
 }
 
 /* ---- attention ---- */
