@@ -39,17 +39,18 @@ typedef struct work {
 
 static int64_t count(const cg_value *value) { return cg_shape_count(&value->shape); }
 
-/* The outputs as rows. */
+/* The outputs as rows. An infinite entry is a marker (no score here) and has no derivative; NaN stays. */
 static void read_outputs(const work *w, double *rows) {
     int64_t at = 0;
     double sum = 0;
     for (int o = 0; o < w->check->n_outputs; o++) {
         const double *data = cg_exec_data(w->check->exec, w->check->outputs[o]);
         for (int64_t i = 0; i < count(w->check->outputs[o]); i++, at++) {
+            double y = isinf(data[i]) ? 0 : data[i];
             if (w->check->full_jacobian)
-                rows[at] = data[i];
+                rows[at] = y;
             else
-                sum += w->weights[at] * data[i];
+                sum += w->weights[at] * y;
         }
     }
     if (!w->check->full_jacobian) rows[0] = sum;
