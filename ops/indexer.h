@@ -1,0 +1,110 @@
+/* What the files of the indexer ops share: checks of data that names rows, the divisor of a loss, and fixed
+ * cuts. The kernels they share are in ops/indexer_kernels.h. */
+#ifndef CG_OPS_INDEXER_H
+#define CG_OPS_INDEXER_H
+
+#include "core/threads.h"
+#include "ops/ops.h"
+
+/* Gradients of the keys are sums over rows: so many partial sums over a fixed share of the rows, then added in
+ * order, whatever the number of threads. */
+enum { CG_KEY_PARTS = 16 };
+
+/* Heads, or keys, that one vector of ops/indexer_kernels.h holds. */
+enum { CG_LANES = 8 };
+
+/* Keys whose q.k a backward kernel holds at once. */
+enum { CG_KEY_TILE = 64 };
+
+static inline int64_t cg_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline size_t cg_align_bytes(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
+
+/* Take the next aligned piece of a workspace; sizes are counted with cg_align_bytes. */
+static inline void *cg_take(char **at, size_t bytes) {
+    void *piece = *at;
+    *at += cg_align_bytes(bytes);
+    return piece;
+}
+
+/* True when the compressed rows that each row says it sees exist. The first row that does not fit is the error.
+ */
+static inline bool cg_rows_fit(const cg_run_args *args, const int32_t *rows, int64_t T, int64_t C) {
+    for (int64_t t = 0; t < T; t++) {
+        int64_t visible = rows[t * CG_ROW_FIELDS + CG_ROW_VISIBLE];
+        int64_t first = rows[t * CG_ROW_FIELDS + CG_ROW_COMPRESSED];
+        if (visible == 0 || (visible > 0 && first >= 0 && first + visible <= C)) continue;
+        return cg_fail(args->error, CG_BAD_INPUT,
+                       "row %lld sees %lld compressed rows from %lld on, but there are %lld", (long long)t,
+                       (long long)visible, (long long)first, (long long)C);
+    }
+    return true;
+}
+
+/* True when every index of a list [T, K] is -1 or in 0..C-1. */
+static inline bool cg_index_fits(const cg_run_args *args, const char *name, const int32_t *index, int64_t T,
+                                 int64_t K, int64_t C) {
+    int64_t bad = INT64_MAX;
+#pragma omp parallel for reduction(min : bad) if (T * K > 65536)
+    for (int64_t t = 0; t < T; t++) {
+        bool fits = true;
+        for (int64_t j = 0; j < K; j++) fits &= index[t * K + j] >= -1 && index[t * K + j] < C;
+        if (!fits && t < bad) bad = t;
+    }
+    if (bad == INT64_MAX) return true;
+    for (int64_t j = 0; j < K; j++) {
+        int32_t i = index[bad * K + j];
+        if (i >= -1 && i < C) continue;
+        return cg_fail(args->error, CG_BAD_INPUT, "row %lld: %s[%lld] is %d, expected -1 or 0 to %lld",
+                       (long long)bad, name, (long long)j, i, (long long)C - 1);
+    }
+    return true;
+}
+
+/* What a sum over rows is divided by; 1 where that would be 0. */
+static inline double cg_reduction_divisor(cg_reduction reduction, const int32_t *rows, int64_t T) {
+    if (reduction == CG_REDUCE_SUM) return 1;
+    int64_t n = 0;
+    for (int64_t t = 0; t < T; t++)
+        n += reduction == CG_REDUCE_MEAN_PHYSICAL || rows[t * CG_ROW_FIELDS + CG_ROW_REAL] != 0;
+    return n > 0 ? (double)n : 1;
+}
+
+/* Bytes of scratch that key_grads of ops/indexer_kernels.h needs beside its results: `dots`. */
+static inline size_t cg_key_dots_bytes(int64_t Hi, size_t real) {
+    return (size_t)(CG_KEY_TILE * cg_ceil_div(Hi, CG_LANES) * CG_LANES) * real;
+}
+
+/* The checks that infer of several ops makes. */
+static inline bool cg_expect_rows(cg_infer *infer, int i, int64_t T, const char *because) {
+    return cg_expect_dtype(infer, i, CG_I32) && cg_expect_dims(infer, i, 2) &&
+           cg_expect_dim(infer, i, 0, T, because) &&
+           cg_expect_dim(infer, i, 1, CG_ROW_FIELDS, "fields of a row");
+}
+
+static inline bool cg_expect_loss_attr(cg_infer *infer, cg_reduction reduction, double coeff) {
+    if (reduction != CG_REDUCE_MEAN_REAL && reduction != CG_REDUCE_MEAN_PHYSICAL && reduction != CG_REDUCE_SUM)
+        return cg_refuse(infer, "reduction is %d, which none of the three is", (int)reduction);
+    if (!(coeff - coeff == 0)) return cg_refuse(infer, "coeff is %g, expected a finite number", coeff);
+    return true;
+}
+
+/* Compressed rows are indexed by i32. */
+static inline bool cg_expect_indexable(cg_infer *infer, int i) {
+    if (infer->in[i]->shape.dims[0] <= INT32_MAX) return true;
+    return cg_refuse(infer, "%s has %lld rows, more than an i32 index can name", cg_op_in_name(infer->op, i),
+                     (long long)infer->in[i]->shape.dims[0]);
+}
+
+/* q [T,Hi,Di], w [T,Hi], k [C,Di] at inputs i, i+1, i+2. */
+static inline bool cg_expect_index_inputs(cg_infer *infer, int i) {
+    cg_value *const *in = infer->in + i;
+    return cg_expect_real(infer, i) && cg_expect_dims(infer, i, 3) &&
+           cg_expect_dtype(infer, i + 1, in[0]->dtype) && cg_expect_dims(infer, i + 1, 2) &&
+           cg_expect_dim(infer, i + 1, 0, in[0]->shape.dims[0], "rows of the queries") &&
+           cg_expect_dim(infer, i + 1, 1, in[0]->shape.dims[1], "heads of the queries") &&
+           cg_expect_dtype(infer, i + 2, in[0]->dtype) && cg_expect_dims(infer, i + 2, 2) &&
+           cg_expect_dim(infer, i + 2, 1, in[0]->shape.dims[2], "channels of the queries") &&
+           cg_expect_indexable(infer, i + 2);
+}
+
+#endif

@@ -1,0 +1,230 @@
+/* Which compressed rows each token attends to: the choice of the lightning indexer.
+ *
+ *   q [T, Hi, Di]   w [T, Hi], every scale multiplied in   k [C, Di]   rows [T, CG_ROW_FIELDS]
+ *   -> topk [T, K] i32, rows of k, by falling score, then -1
+ *
+ *   s[t,j] = sum_h w[t,h] * relu(q[t,h,:] . k[j,:])       over the visible rows of t alone
+ *
+ * Equal scores go to the lower index, -0.0 equals +0.0. A visible row whose score is -inf is a candidate like
+ * any other and comes last; rows that t does not see are none, whatever they hold. Scores are made for a few
+ * rows and keys at a time and fed to a heap of the K best, so no [T, C] exists, let alone [T, Hi, C]. A score
+ * has the bits that indexer_head_scores, relu and indexer_head_sum give, so that topk chooses the same there.
+ *
+ * Saved:     nothing; the list itself is kept by those who take it (4*T*K bytes)
+ * Recompute: never, this is a choice
+ * Refuses:   shapes that differ; K < 0; at run time a score that is NaN, rows outside k
+ * Source:    DeepSeek-V4 report, arXiv 2606.19348, section 2.3.3; ties as in the stored vectors
+ */
+#ifndef REAL
+
+#include "ops/indexer.h"
+
+typedef struct indexer_topk_attr {
+    int64_t topk;
+} indexer_topk_attr;
+
+/* Rows that share a pass over the keys, and keys of one visit: a tile of keys stays in the first-level cache.
+ */
+enum { TOPK_ROWS = 8, TOPK_KEYS = 64 };
+
+static bool indexer_topk_infer(cg_infer *infer) {
+    const indexer_topk_attr *attr = infer->attr;
+    if (!cg_expect_index_inputs(infer, 0) ||
+        !cg_expect_rows(infer, 3, infer->in[0]->shape.dims[0], "rows of the queries"))
+        return false;
+    if (attr->topk < 0) return cg_refuse(infer, "topk is %lld, expected 0 or more", (long long)attr->topk);
+    cg_infer_out(infer, 0, CG_I32, CG_SHAPE(infer->in[0]->shape.dims[0], attr->topk));
+    return true;
+}
+
+/* One thread's piece: packed queries and kept scores of its rows. */
+static size_t indexer_topk_piece(int64_t Hi, int64_t Di, int64_t K, size_t real) {
+    return cg_align_bytes((size_t)(TOPK_ROWS * cg_ceil_div(Hi, CG_LANES) * CG_LANES * Di) * real) +
+           cg_align_bytes((size_t)(TOPK_ROWS * K) * real);
+}
+
+static size_t indexer_topk_workspace(const cg_node *node) {
+    const cg_shape *q = &node->in[0]->shape;
+    return (size_t)cg_thread_slots() * indexer_topk_piece(q->dims[1], q->dims[2], node->out[0]->shape.dims[1],
+                                                          cg_dtype_bytes(node->in[0]->dtype));
+}
+
+#define CG_KERNEL_FILE "ops/indexer_topk.c"
+#include "ops/kernel.h"
+
+/* Half of all pairs are visible in one long segment; more segments see fewer. */
+static cg_cost indexer_topk_cost(const cg_node *node) {
+    const cg_shape *q = &node->in[0]->shape;
+    double pairs = (double)q->dims[0] * (double)node->in[2]->shape.dims[0] / 2;
+    return (cg_cost){.flops = pairs * (double)q->dims[1] * (2 * (double)q->dims[2] + 2),
+                     .bytes = cg_node_bytes(node)};
+}
+
+/* Two segments of 5 and 3 rows at ratio 2, the last row of the first one padding. */
+#define ROWS_8                                                                                                 \
+    (int32_t[]) {                                                                                              \
+        0, 0, 0, 0, 1, 0, 1, 0, 1, 1, 0, 2, 0, 1, 1, 0, 3, 0, 2, 1, 0, 4, 0, 0, 0, 5, 0, 2, 0, 1, 5, 1, 2, 1,  \
+            1, 5, 2, 2, 1, 1                                                                                   \
+    }
+#define ONE_ROW(visible)                                                                                       \
+    {                                                                                                          \
+        .shape = CG_DIMS(1, 5), .i32 = (int32_t[]) { 0, 9, 0, visible, 1 }                                     \
+    }
+#define NAN_ __builtin_nan("")
+#define INF_ __builtin_inf()
+
+static const cg_case indexer_topk_cases[] = {
+    {.name = "two segments and padding",
+     .in = {{.shape = CG_DIMS(8, 3, 5)},
+            {.shape = CG_DIMS(8, 3)},
+            {.shape = CG_DIMS(3, 5)},
+            {.shape = CG_DIMS(8, 5), .i32 = ROWS_8}},
+     .attr = &(indexer_topk_attr){2}},
+    {.name = "wider than what there is",
+     .in = {{.shape = CG_DIMS(8, 9, 2)},
+            {.shape = CG_DIMS(8, 9)},
+            {.shape = CG_DIMS(3, 2)},
+            {.shape = CG_DIMS(8, 5), .i32 = ROWS_8}},
+     .attr = &(indexer_topk_attr){7}},
+    {.name = "NaN in rows that are not seen",
+     .in = {{.shape = CG_DIMS(1, 1, 1), .real = (double[]){1}},
+            {.shape = CG_DIMS(1, 1), .real = (double[]){1}},
+            {.shape = CG_DIMS(4, 1), .real = (double[]){3, 5, NAN_, NAN_}},
+            ONE_ROW(2)},
+     .attr = &(indexer_topk_attr){3}},
+    {.name = "infinite scores",
+     .in = {{.shape = CG_DIMS(1, 1, 1), .real = (double[]){1}},
+            {.shape = CG_DIMS(1, 1), .real = (double[]){-1}},
+            {.shape = CG_DIMS(3, 1), .real = (double[]){INF_, 5, -INF_}},
+            ONE_ROW(3)},
+     .attr = &(indexer_topk_attr){3}},
+    {.name = "nothing chosen",
+     .in = {{.shape = CG_DIMS(1, 2, 3)}, {.shape = CG_DIMS(1, 2)}, {.shape = CG_DIMS(4, 3)}, ONE_ROW(4)},
+     .attr = &(indexer_topk_attr){0}},
+    {.name = "no compressed row",
+     .in = {{.shape = CG_DIMS(1, 2, 3)}, {.shape = CG_DIMS(1, 2)}, {.shape = CG_DIMS(0, 3)}, ONE_ROW(0)},
+     .attr = &(indexer_topk_attr){2}},
+    {.name = "no row",
+     .in = {{.shape = CG_DIMS(0, 2, 3)},
+            {.shape = CG_DIMS(0, 2)},
+            {.shape = CG_DIMS(4, 3)},
+            {.shape = CG_DIMS(0, 5), .i32 = (int32_t[]){0}}},
+     .attr = &(indexer_topk_attr){2}},
+    {.name = "NaN score",
+     .in = {{.shape = CG_DIMS(1, 1, 1), .real = (double[]){1}},
+            {.shape = CG_DIMS(1, 1), .real = (double[]){1}},
+            {.shape = CG_DIMS(4, 1), .real = (double[]){3, 5, NAN_, NAN_}},
+            ONE_ROW(3)},
+     .attr = &(indexer_topk_attr){1},
+     .run_error = "row 0: the score of compressed row 2 is NaN"},
+    {.name = "row outside",
+     .in = {{.shape = CG_DIMS(1, 1, 1)}, {.shape = CG_DIMS(1, 1)}, {.shape = CG_DIMS(4, 1)}, ONE_ROW(5)},
+     .attr = &(indexer_topk_attr){1},
+     .run_error = "row 0 sees 5 compressed rows from 0 on, but there are 4"},
+    {.name = "negative width",
+     .in = {{.shape = CG_DIMS(1, 1, 1)}, {.shape = CG_DIMS(1, 1)}, {.shape = CG_DIMS(4, 1)}, ONE_ROW(1)},
+     .attr = &(indexer_topk_attr){-1},
+     .refuses = "topk is -1"},
+    {.name = "channels differ",
+     .in = {{.shape = CG_DIMS(1, 1, 2)}, {.shape = CG_DIMS(1, 1)}, {.shape = CG_DIMS(4, 1)}, ONE_ROW(1)},
+     .attr = &(indexer_topk_attr){1},
+     .refuses = "k has shape [4, 1], expected 2 in dimension 1"},
+    {.name = "rows of another dtype",
+     .in = {{.shape = CG_DIMS(1, 1, 1)},
+            {.shape = CG_DIMS(1, 1)},
+            {.shape = CG_DIMS(4, 1)},
+            {.shape = CG_DIMS(1, 5), .i32 = (int32_t[]){0}, .wrong_dtype = true}},
+     .attr = &(indexer_topk_attr){1},
+     .refuses = "rows is f32, expected i32"},
+};
+
+const cg_op cg_op_indexer_topk = {
+    .name = "indexer_topk",
+    .doc = "the K visible compressed rows of largest index score",
+    .in = {"q", "w", "k", "rows"},
+    .out = {"topk"},
+    .attr_bytes = sizeof(indexer_topk_attr),
+    .infer = indexer_topk_infer,
+    .no_grad = "cannot: indices",
+    .replay = CG_REPLAY_CHOICE,
+    .cost = indexer_topk_cost,
+    .workspace = indexer_topk_workspace,
+    .run = CG_RUN(indexer_topk),
+    CG_CASES(indexer_topk_cases),
+};
+
+cg_value *cg_indexer_topk(cg_graph *graph, cg_value *q, cg_value *w, cg_value *k, cg_value *rows,
+                          int64_t topk) {
+    return cg_apply(graph, &cg_op_indexer_topk, &(indexer_topk_attr){topk}, (cg_value *[]){q, w, k, rows}, 4);
+}
+
+#else
+
+#include "ops/indexer_kernels.h"
+#include "ops/select.h"
+
+/* Offer the visible keys from..to-1 of row t to its heap; returns the first key whose score is NaN, or -1. */
+static int64_t KERNEL(topk_visit)(const LANES *lanes, const REAL *w, const REAL *k, int64_t Hi, int64_t Di,
+                                  int64_t from, int64_t to, int64_t K, REAL *best, int32_t *index, int64_t *n) {
+    for (int64_t j = from; j < to; j += CG_LANES) {
+        const REAL *key[CG_LANES];
+        REAL score[CG_LANES];
+        int64_t m = to - j < CG_LANES ? to - j : CG_LANES;
+        KERNEL(keys_at)(k + j * Di, Di, NULL, m, key);
+        *(LANES *)score = KERNEL(key_scores)(lanes, w, Hi, Di, key);
+        if (*n == K && K > 0) {
+            int some = 0; /* NaN is below nothing, so it is not passed over */
+            for (int i = 0; i < CG_LANES; i++) some |= !(score[i] <= best[0]);
+            if (!some) continue;
+        }
+        for (int64_t i = 0; i < m; i++) {
+            if (score[i] != score[i]) return j + i;
+            KERNEL(heap_offer)(best, index, n, K, score[i], (int32_t)(j + i));
+        }
+    }
+    return -1;
+}
+
+static bool KERNEL(indexer_topk)(const cg_run_args *args) {
+    const REAL *q = args->in[0].data, *w = args->in[1].data, *k = args->in[2].data;
+    const int32_t *rows = args->in[3].data;
+    int32_t *topk = args->out[0].data;
+    const int64_t T = args->in[0].shape.dims[0], Hi = args->in[0].shape.dims[1], Di = args->in[0].shape.dims[2];
+    const int64_t C = args->in[2].shape.dims[0], K = args->out[0].shape.dims[1];
+    const int64_t lanes_row = cg_ceil_div(Hi, CG_LANES) * Di;
+    if (!cg_rows_fit(args, rows, T, C)) return false;
+    int64_t bad = INT64_MAX; /* row * C + key of the first NaN */
+#pragma omp parallel for schedule(dynamic) reduction(min : bad)
+    for (int64_t t0 = 0; t0 < T; t0 += TOPK_ROWS) {
+        const int64_t n_rows = T - t0 < TOPK_ROWS ? T - t0 : TOPK_ROWS;
+        char *at =
+            (char *)args->workspace + (size_t)cg_thread_slot() * indexer_topk_piece(Hi, Di, K, sizeof(REAL));
+        LANES *lanes = cg_take(&at, (size_t)(TOPK_ROWS * lanes_row) * sizeof(LANES));
+        REAL *best = cg_take(&at, (size_t)(TOPK_ROWS * K) * sizeof(REAL));
+        int64_t n[TOPK_ROWS] = {0}, first = C, end = 0;
+        for (int64_t r = 0; r < n_rows; r++) {
+            const int32_t *row = rows + (t0 + r) * CG_ROW_FIELDS;
+            if (row[CG_ROW_VISIBLE] == 0) continue;
+            int64_t last = (int64_t)row[CG_ROW_COMPRESSED] + row[CG_ROW_VISIBLE];
+            if (row[CG_ROW_COMPRESSED] < first) first = row[CG_ROW_COMPRESSED];
+            if (last > end) end = last;
+            KERNEL(query_pack)(q + (t0 + r) * Hi * Di, Hi, Di, lanes + r * lanes_row);
+        }
+        for (int64_t c = first; c < end; c += TOPK_KEYS)
+            for (int64_t r = 0; r < n_rows; r++) {
+                const int32_t *row = rows + (t0 + r) * CG_ROW_FIELDS;
+                int64_t from = row[CG_ROW_COMPRESSED], to = from + row[CG_ROW_VISIBLE], t = t0 + r;
+                if (from < c) from = c;
+                if (to > c + TOPK_KEYS) to = c + TOPK_KEYS;
+                int64_t nan = KERNEL(topk_visit)(lanes + r * lanes_row, w + t * Hi, k, Hi, Di, from, to, K,
+                                                 best + r * K, topk + t * K, &n[r]);
+                if (nan >= 0 && t * C + nan < bad) bad = t * C + nan;
+            }
+        for (int64_t r = 0; r < n_rows; r++) KERNEL(heap_finish)(best + r * K, topk + (t0 + r) * K, n[r], K);
+    }
+    if (bad == INT64_MAX) return true;
+    return cg_fail(args->error, CG_BAD_INPUT, "row %lld: the score of compressed row %lld is NaN",
+                   (long long)(bad / C), (long long)(bad % C));
+}
+
+#endif
