@@ -1,0 +1,321 @@
+/* Scores of the compressed rows that the indexer chose.
+ *
+ *   q [T, Hi, Di]   w [T, Hi], every scale multiplied in   k [C, Di]   topk [T, K] i32, -1 = none, at any place
+ *   -> scores [T, K], -inf where topk is -1
+ *
+ *   s[t,j] = sum_h w[t,h] * relu(q[t,h,:] . k[topk[t,j],:])
+ *
+ * Backward, ds the gradient, on the slots that are not -1:
+ *
+ *   dw[t,h]   = sum_j ds relu(q.k)             dq[t,h,:] = w[t,h] sum_j ds 1[q.k > 0] k[topk[t,j],:]
+ *   dk[c,:]   = sum over (t,j) with topk[t,j] = c of ds sum_h w[t,h] 1[q.k > 0] q[t,h,:]
+ *
+ * An index may stand in a list twice. Rows of k that no list names are not read, and their gradient is exactly
+ * 0, as is that of a row whose list is empty; ds of a -1 slot is not read either. dk is summed over
+ * CG_KEY_PARTS fixed shares of the rows, then over the shares in order: the same bits on any number of threads.
+ *
+ * Saved:     q w k topk                     (4*(T*Hi*Di + T*Hi + C*Di + T*K) bytes in f32)
+ * Recompute: same bits; topk is given, not chosen again
+ * Kink:      relu at 0, gradient 0 there
+ * Refuses:   shapes that differ; at run time an index outside -1..C-1
+ * Source:    DeepSeek-V4 report, arXiv 2606.19348, section 2.3.3, for the score
+ */
+#ifndef REAL
+
+#include "ops/indexer.h"
+
+static bool scores_at_expect(cg_infer *infer, int i) {
+    if (!cg_expect_index_inputs(infer, i) || !cg_expect_dtype(infer, i + 3, CG_I32) ||
+        !cg_expect_dims(infer, i + 3, 2) ||
+        !cg_expect_dim(infer, i + 3, 0, infer->in[i]->shape.dims[0], "rows of the queries"))
+        return false;
+    return true;
+}
+
+static bool indexer_scores_at_infer(cg_infer *infer) {
+    if (!scores_at_expect(infer, 0)) return false;
+    cg_infer_out(infer, 0, infer->in[0]->dtype, infer->in[3]->shape);
+    return true;
+}
+
+static bool indexer_scores_at_grad_infer(cg_infer *infer) {
+    if (!scores_at_expect(infer, 1) || !cg_expect_dtype(infer, 0, infer->in[1]->dtype)) return false;
+    if (!cg_shape_equal(&infer->in[0]->shape, &infer->in[4]->shape)) {
+        char got[128], want[128];
+        return cg_refuse(infer, "dscores has shape %s, expected %s as topk has",
+                         cg_shape_text(&infer->in[0]->shape, got, sizeof got),
+                         cg_shape_text(&infer->in[4]->shape, want, sizeof want));
+    }
+    for (int i = 0; i < 3; i++) cg_infer_out(infer, i, infer->in[1]->dtype, infer->in[i + 1]->shape);
+    return true;
+}
+
+static size_t lanes_bytes(int64_t Hi, int64_t Di, size_t real) {
+    return cg_align_bytes((size_t)(cg_ceil_div(Hi, CG_LANES) * CG_LANES * Di) * real);
+}
+
+static size_t scores_at_piece(int64_t Hi, int64_t Di, int64_t K, size_t real) {
+    return lanes_bytes(Hi, Di, real) + 2 * cg_align_bytes((size_t)K * sizeof(int32_t));
+}
+
+static size_t indexer_scores_at_workspace(const cg_node *node) {
+    const cg_shape *q = &node->in[0]->shape;
+    return (size_t)cg_thread_slots() * scores_at_piece(q->dims[1], q->dims[2], node->in[3]->shape.dims[1],
+                                                       cg_dtype_bytes(node->in[0]->dtype));
+}
+
+static size_t scores_at_grad_piece(int64_t Hi, int64_t Di, int64_t K, size_t real) {
+    return 2 * lanes_bytes(Hi, Di, real) + lanes_bytes(Hi, 1, real) +
+           cg_align_bytes(cg_key_dots_bytes(Hi, real)) + cg_align_bytes((size_t)K * sizeof(int32_t)) +
+           cg_align_bytes((size_t)K * real);
+}
+
+/* Shares of dk, then each thread's piece. */
+static size_t indexer_scores_at_grad_workspace(const cg_node *node) {
+    const cg_shape *q = &node->in[1]->shape;
+    const size_t real = cg_dtype_bytes(node->in[1]->dtype);
+    return cg_align_bytes((size_t)(CG_KEY_PARTS * cg_shape_count(&node->in[3]->shape)) * real) +
+           (size_t)cg_thread_slots() *
+               scores_at_grad_piece(q->dims[1], q->dims[2], node->in[4]->shape.dims[1], real);
+}
+
+#define CG_KERNEL_FILE "ops/indexer_scores_at.c"
+#include "ops/kernel.h"
+
+extern const cg_op cg_op_indexer_scores_at_grad;
+
+static void indexer_scores_at_build_grad(cg_graph *graph, const cg_node *node, cg_value *const *dout,
+                                         cg_value **din) {
+    cg_value *dq = cg_apply(graph, &cg_op_indexer_scores_at_grad, NULL,
+                            (cg_value *[]){dout[0], node->in[0], node->in[1], node->in[2], node->in[3]}, 5);
+    for (int i = 0; i < 3; i++) din[i] = cg_output(dq, i);
+}
+
+/* As if every slot were used. */
+static cg_cost indexer_scores_at_cost(const cg_node *node) {
+    const cg_shape *q = &node->in[0]->shape;
+    double pairs = (double)cg_shape_count(&node->in[3]->shape);
+    return (cg_cost){.flops = pairs * (double)q->dims[1] * (2 * (double)q->dims[2] + 2),
+                     .bytes = cg_node_bytes(node)};
+}
+
+static cg_cost indexer_scores_at_grad_cost(const cg_node *node) {
+    const cg_shape *q = &node->in[1]->shape;
+    double pairs = (double)cg_shape_count(&node->in[4]->shape);
+    return (cg_cost){.flops = pairs * (double)q->dims[1] * (6 * (double)q->dims[2] + 3),
+                     .bytes = cg_node_bytes(node)};
+}
+
+#define NAN_ __builtin_nan("")
+#define INF_ __builtin_inf()
+/* Row 0 has gaps, row 1 nothing, row 2 one key twice; key 3 is named by none. */
+#define LIST_3_4                                                                                               \
+    (int32_t[]) { -1, 2, -1, 0, -1, -1, -1, -1, 4, 4, 1, 2 }
+
+static const cg_case indexer_scores_at_cases[] = {
+    {.name = "gaps, repeats, an empty row",
+     .in = {{.shape = CG_DIMS(3, 3, 2)},
+            {.shape = CG_DIMS(3, 3)},
+            {.shape = CG_DIMS(5, 2)},
+            {.shape = CG_DIMS(3, 4), .i32 = LIST_3_4}},
+     .crosses = "q w k topk"},
+    {.name = "more heads than lanes",
+     .in = {{.shape = CG_DIMS(1, 9, 3)},
+            {.shape = CG_DIMS(1, 9)},
+            {.shape = CG_DIMS(3, 3)},
+            {.shape = CG_DIMS(1, 3), .i32 = (int32_t[]){2, 0, 1}}},
+     .crosses = "q w k topk"},
+    {.name = "wide keys",
+     .in = {{.shape = CG_DIMS(1, 2, 17)},
+            {.shape = CG_DIMS(1, 2)},
+            {.shape = CG_DIMS(2, 17)},
+            {.shape = CG_DIMS(1, 3), .i32 = (int32_t[]){1, -1, 0}}}},
+    {.name = "NaN in rows that no list names",
+     .in = {{.shape = CG_DIMS(1, 1, 2), .real = (double[]){1, 2}},
+            {.shape = CG_DIMS(1, 1), .real = (double[]){1}},
+            {.shape = CG_DIMS(3, 2), .real = (double[]){3, 5, NAN_, INF_, -1, 4}, .constant = true},
+            {.shape = CG_DIMS(1, 3), .i32 = (int32_t[]){2, -1, 0}}},
+     .crosses = "q w k topk"},
+    {.name = "no slot",
+     .in = {{.shape = CG_DIMS(2, 1, 2)},
+            {.shape = CG_DIMS(2, 1)},
+            {.shape = CG_DIMS(3, 2)},
+            {.shape = CG_DIMS(2, 0), .i32 = (int32_t[]){0}}}},
+    {.name = "no key",
+     .in = {{.shape = CG_DIMS(2, 1, 2)},
+            {.shape = CG_DIMS(2, 1)},
+            {.shape = CG_DIMS(0, 2)},
+            {.shape = CG_DIMS(2, 1), .i32 = (int32_t[]){-1, -1}}}},
+    {.name = "no row",
+     .in = {{.shape = CG_DIMS(0, 1, 2)},
+            {.shape = CG_DIMS(0, 1)},
+            {.shape = CG_DIMS(3, 2)},
+            {.shape = CG_DIMS(0, 2), .i32 = (int32_t[]){0}}}},
+    {.name = "index outside",
+     .in = {{.shape = CG_DIMS(1, 1, 2)},
+            {.shape = CG_DIMS(1, 1)},
+            {.shape = CG_DIMS(3, 2)},
+            {.shape = CG_DIMS(1, 2), .i32 = (int32_t[]){0, 3}}},
+     .run_error = "row 0: topk[1] is 3, expected -1 or 0 to 2"},
+    {.name = "index below -1",
+     .in = {{.shape = CG_DIMS(1, 1, 2)},
+            {.shape = CG_DIMS(1, 1)},
+            {.shape = CG_DIMS(3, 2)},
+            {.shape = CG_DIMS(1, 2), .i32 = (int32_t[]){-2, 0}}},
+     .run_error = "row 0: topk[0] is -2"},
+    {.name = "heads differ",
+     .in = {{.shape = CG_DIMS(1, 2, 2)},
+            {.shape = CG_DIMS(1, 1)},
+            {.shape = CG_DIMS(3, 2)},
+            {.shape = CG_DIMS(1, 2), .i32 = (int32_t[]){0, 0}}},
+     .refuses = "w has shape [1, 1], expected 2 in dimension 1"},
+    {.name = "rows differ",
+     .in = {{.shape = CG_DIMS(1, 1, 2)},
+            {.shape = CG_DIMS(1, 1)},
+            {.shape = CG_DIMS(3, 2)},
+            {.shape = CG_DIMS(2, 1), .i32 = (int32_t[]){0, 0}}},
+     .refuses = "topk has shape [2, 1], expected 1 in dimension 0"},
+};
+
+static const cg_case indexer_scores_at_grad_cases[] = {
+    {.name = "gaps, repeats, an empty row",
+     .in = {{.shape = CG_DIMS(3, 4),
+             .real = (double[]){NAN_, 1, NAN_, -2, NAN_, NAN_, NAN_, NAN_, .5, 3, -1, 2}},
+            {.shape = CG_DIMS(3, 3, 2)},
+            {.shape = CG_DIMS(3, 3)},
+            {.shape = CG_DIMS(5, 2)},
+            {.shape = CG_DIMS(3, 4), .i32 = LIST_3_4}}},
+    {.name = "no key",
+     .in = {{.shape = CG_DIMS(2, 1)},
+            {.shape = CG_DIMS(2, 1, 2)},
+            {.shape = CG_DIMS(2, 1)},
+            {.shape = CG_DIMS(0, 2)},
+            {.shape = CG_DIMS(2, 1), .i32 = (int32_t[]){-1, -1}}}},
+    {.name = "index outside",
+     .in = {{.shape = CG_DIMS(1, 1)},
+            {.shape = CG_DIMS(1, 1, 2)},
+            {.shape = CG_DIMS(1, 1)},
+            {.shape = CG_DIMS(3, 2)},
+            {.shape = CG_DIMS(1, 1), .i32 = (int32_t[]){3}}},
+     .run_error = "row 0: topk[0] is 3"},
+    {.name = "slots differ",
+     .in = {{.shape = CG_DIMS(1, 2)},
+            {.shape = CG_DIMS(1, 1, 2)},
+            {.shape = CG_DIMS(1, 1)},
+            {.shape = CG_DIMS(3, 2)},
+            {.shape = CG_DIMS(1, 1), .i32 = (int32_t[]){0}}},
+     .refuses = "dscores has shape [1, 2], expected [1, 1] as topk has"},
+};
+
+const cg_op cg_op_indexer_scores_at = {
+    .name = "indexer_scores_at",
+    .doc = "index scores of the chosen compressed rows",
+    .in = {"q", "w", "k", "topk"},
+    .out = {"scores"},
+    .infer = indexer_scores_at_infer,
+    .differentiable = CG_BIT(0) | CG_BIT(1) | CG_BIT(2),
+    .grad = indexer_scores_at_build_grad,
+    .replay = CG_REPLAY_SAME_BITS,
+    .cost = indexer_scores_at_cost,
+    .workspace = indexer_scores_at_workspace,
+    .run = CG_RUN(indexer_scores_at),
+    CG_CASES(indexer_scores_at_cases),
+};
+
+const cg_op cg_op_indexer_scores_at_grad = {
+    .name = "indexer_scores_at_grad",
+    .doc = "gradients of indexer_scores_at",
+    .in = {"dscores", "q", "w", "k", "topk"},
+    .out = {"dq", "dw", "dk"},
+    .infer = indexer_scores_at_grad_infer,
+    .no_grad = "not yet: second derivatives",
+    .replay = CG_REPLAY_SAME_BITS,
+    .cost = indexer_scores_at_grad_cost,
+    .workspace = indexer_scores_at_grad_workspace,
+    .run = CG_RUN(indexer_scores_at_grad),
+    CG_CASES(indexer_scores_at_grad_cases),
+};
+
+cg_value *cg_indexer_scores_at(cg_graph *graph, cg_value *q, cg_value *w, cg_value *k, cg_value *topk) {
+    return cg_apply(graph, &cg_op_indexer_scores_at, NULL, (cg_value *[]){q, w, k, topk}, 4);
+}
+
+#else
+
+#include "ops/indexer_kernels.h"
+
+static bool KERNEL(indexer_scores_at)(const cg_run_args *args) {
+    const REAL *q = args->in[0].data, *w = args->in[1].data, *k = args->in[2].data;
+    const int32_t *topk = args->in[3].data;
+    REAL *scores = args->out[0].data;
+    const int64_t T = args->in[0].shape.dims[0], Hi = args->in[0].shape.dims[1], Di = args->in[0].shape.dims[2];
+    const int64_t C = args->in[2].shape.dims[0], K = args->in[3].shape.dims[1];
+    if (!cg_index_fits(args, "topk", topk, T, K, C)) return false;
+#pragma omp parallel for schedule(static)
+    for (int64_t t = 0; t < T; t++) {
+        char *at =
+            (char *)args->workspace + (size_t)cg_thread_slot() * scores_at_piece(Hi, Di, K, sizeof(REAL));
+        LANES *lanes = cg_take(&at, lanes_bytes(Hi, Di, sizeof(REAL)));
+        int32_t *list = cg_take(&at, (size_t)K * sizeof *list), *slot = cg_take(&at, (size_t)K * sizeof *slot);
+        int64_t n = 0;
+        for (int64_t j = 0; j < K; j++) {
+            scores[t * K + j] = -(REAL)INFINITY;
+            if (topk[t * K + j] < 0) continue;
+            list[n] = topk[t * K + j];
+            slot[n++] = (int32_t)j;
+        }
+        if (n == 0) continue;
+        KERNEL(query_pack)(q + t * Hi * Di, Hi, Di, lanes);
+        for (int64_t j = 0; j < n; j += CG_LANES) {
+            const REAL *key[CG_LANES];
+            KERNEL(keys_at)(k, Di, list + j, n - j, key);
+            LANES score = KERNEL(key_scores)(lanes, w + t * Hi, Hi, Di, key);
+            for (int64_t i = 0; i < CG_LANES && j + i < n; i++) scores[t * K + slot[j + i]] = score[i];
+        }
+    }
+    return true;
+}
+
+static bool KERNEL(indexer_scores_at_grad)(const cg_run_args *args) {
+    const REAL *dscores = args->in[0].data, *q = args->in[1].data, *w = args->in[2].data, *k = args->in[3].data;
+    const int32_t *topk = args->in[4].data;
+    REAL *dq = args->out[0].data, *dw = args->out[1].data, *dk = args->out[2].data;
+    const int64_t T = args->in[1].shape.dims[0], Hi = args->in[1].shape.dims[1], Di = args->in[1].shape.dims[2];
+    const int64_t C = args->in[3].shape.dims[0], K = args->in[4].shape.dims[1];
+    if (!cg_index_fits(args, "topk", topk, T, K, C)) return false;
+    char *pieces = args->workspace;
+    REAL *parts = cg_take(&pieces, (size_t)(CG_KEY_PARTS * C * Di) * sizeof(REAL));
+    const int64_t share = cg_ceil_div(T, CG_KEY_PARTS);
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t part = 0; part < CG_KEY_PARTS; part++) {
+        char *at = pieces + (size_t)cg_thread_slot() * scores_at_grad_piece(Hi, Di, K, sizeof(REAL));
+        LANES *lanes = cg_take(&at, lanes_bytes(Hi, Di, sizeof(REAL)));
+        LANES *dlanes = cg_take(&at, lanes_bytes(Hi, Di, sizeof(REAL)));
+        LANES *dw_lanes = cg_take(&at, lanes_bytes(Hi, 1, sizeof(REAL)));
+        LANES *dots = cg_take(&at, cg_key_dots_bytes(Hi, sizeof(REAL)));
+        int32_t *list = cg_take(&at, (size_t)K * sizeof *list);
+        REAL *ds = cg_take(&at, (size_t)K * sizeof *ds), *dk_part = parts + part * C * Di;
+        memset(dk_part, 0, (size_t)(C * Di) * sizeof(REAL));
+        for (int64_t t = part * share; t < (part + 1) * share && t < T; t++) {
+            int64_t n = 0;
+            for (int64_t j = 0; j < K; j++) {
+                if (topk[t * K + j] < 0) continue;
+                list[n] = topk[t * K + j];
+                ds[n++] = dscores[t * K + j];
+            }
+            memset(dlanes, 0, lanes_bytes(Hi, Di, sizeof(REAL)));
+            memset(dw_lanes, 0, lanes_bytes(Hi, 1, sizeof(REAL)));
+            if (n > 0) {
+                KERNEL(query_pack)(q + t * Hi * Di, Hi, Di, lanes);
+                KERNEL(key_grads)
+                (lanes, q + t * Hi * Di, w + t * Hi, k, Hi, Di, list, n, ds, dots, dlanes, dw_lanes, dk_part);
+            }
+            KERNEL(query_unpack)(dlanes, Hi, Di, dq + t * Hi * Di);
+            memcpy(dw + t * Hi, dw_lanes, (size_t)Hi * sizeof(REAL));
+        }
+    }
+    KERNEL(parts_sum)(parts, CG_KEY_PARTS, C * Di, dk);
+    return true;
+}
+
+#endif
