@@ -10,8 +10,9 @@ static void add_gradient(cg_graph *graph, cg_value **grads, const cg_value *valu
     if (!grad) return;
     if (grad->dtype != value->dtype || !cg_shape_equal(&grad->shape, &value->shape)) {
         char name[256], want[128], got[128];
-        cg_graph_fail(graph, "the gradient of %s has shape %s, expected %s",
-                      cg_value_text(value, name, sizeof name), cg_shape_text(&grad->shape, got, sizeof got),
+        cg_graph_fail(graph, "the gradient of %s is %s %s, expected %s %s",
+                      cg_value_text(value, name, sizeof name), cg_dtype_name(grad->dtype),
+                      cg_shape_text(&grad->shape, got, sizeof got), cg_dtype_name(value->dtype),
                       cg_shape_text(&value->shape, want, sizeof want));
         return;
     }
@@ -25,6 +26,12 @@ static void differentiate(cg_graph *graph, const cg_node *node, cg_value **grads
     for (int s = 0; s < node->n_out; s++)
         if (node->out[s]->needs_grad) any |= (dout[s] = grads[node->out[s]->id]) != NULL;
     if (!any || !node->op->grad) return;
+    if (node->pass != CG_FORWARD) { /* to stop here would be a wrong gradient */
+        strcpy(graph->scope, node->scope);
+        cg_graph_fail(graph, "%s: not yet: second derivatives, a gradient reaches a node of the %s pass",
+                      node->op->name, cg_pass_name(node->pass));
+        return;
+    }
     cg_value **din = calloc((size_t)node->n_in, sizeof *din);
     if (!din) {
         cg_graph_fail(graph, "out of memory in autodiff");
@@ -42,6 +49,11 @@ bool cg_autodiff(cg_graph *graph, cg_value *const *outputs, cg_value *const *see
                  cg_value *const *wrt, int n_wrt, cg_value **grads) {
     for (int k = 0; k < n_wrt; k++) grads[k] = NULL;
     if (graph->error.code != CG_OK) return false;
+    for (int i = 0; i < n_outputs; i++)
+        if (!outputs[i] || !seeds[i]) cg_graph_fail(graph, "autodiff: output %d or its gradient is missing", i);
+    for (int k = 0; k < n_wrt; k++)
+        if (!wrt[k]) cg_graph_fail(graph, "autodiff: value %d to differentiate by is missing", k);
+    if (graph->error.code != CG_OK) return false;
     int n_forward = graph->n_nodes, n_values = graph->n_values;
     cg_value **of_value = calloc((size_t)n_values + 1, sizeof *of_value);
     if (!of_value) {
@@ -53,7 +65,7 @@ bool cg_autodiff(cg_graph *graph, cg_value *const *outputs, cg_value *const *see
     graph->pass = CG_BACKWARD;
     for (int i = 0; i < n_outputs; i++) add_gradient(graph, of_value, outputs[i], seeds[i]);
     for (int n = n_forward - 1; n >= 0 && graph->error.code == CG_OK; n--)
-        if (graph->nodes[n]->pass == CG_FORWARD) differentiate(graph, graph->nodes[n], of_value);
+        differentiate(graph, graph->nodes[n], of_value);
     for (int k = 0; k < n_wrt && graph->error.code == CG_OK; k++) {
         grads[k] = of_value[wrt[k]->id];
         if (grads[k]) continue;

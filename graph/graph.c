@@ -117,14 +117,14 @@ const char *cg_pass_name(cg_pass pass) {
     return names[pass];
 }
 
-static cg_value *value_new(cg_graph *graph, const char *name, const char *scope, cg_dtype dtype,
+static cg_value *value_new(cg_graph *graph, const char *op, const char *name, const char *scope, cg_dtype dtype,
                            cg_shape shape) {
     int64_t bytes = cg_tensor_bytes(dtype, &shape);
     if (bytes > graph->max_value_bytes) {
         char text[128];
-        return cg_graph_fail(graph, "%s %s of %s is larger than the limit of %lld bytes for one value", name,
-                             cg_shape_text(&shape, text, sizeof text), cg_dtype_name(dtype),
-                             (long long)graph->max_value_bytes);
+        return cg_graph_fail(graph, "%s%s%s %s of %s is larger than the limit of %lld bytes for one value", op,
+                             op[0] ? ": " : "", name, cg_shape_text(&shape, text, sizeof text),
+                             cg_dtype_name(dtype), (long long)graph->max_value_bytes);
     }
     if (!grow(graph, (void **)&graph->values, &graph->values_capacity, graph->n_values, sizeof(void *)))
         return NULL;
@@ -146,7 +146,11 @@ cg_value *cg_leaf(cg_graph *graph, cg_leaf_kind kind, const char *name, cg_dtype
         if (other->leaf && !strcmp(other->name, name) && !strcmp(other->scope, graph->scope))
             return cg_graph_fail(graph, "there is a leaf named %s already", name);
     }
-    cg_value *value = value_new(graph, pool_text(graph, name), pool_text(graph, graph->scope), dtype, shape);
+    if (kind == CG_LEAF_NONE) return cg_graph_fail(graph, "leaf %s has no kind", name);
+    if (kind == CG_LEAF_PARAMETER && !cg_dtype_is_real(dtype))
+        return cg_graph_fail(graph, "parameter %s is %s, expected f32 or f64", name, cg_dtype_name(dtype));
+    cg_value *value =
+        value_new(graph, "", pool_text(graph, name), pool_text(graph, graph->scope), dtype, shape);
     if (!value) return NULL;
     value->leaf = kind;
     value->needs_grad = kind == CG_LEAF_PARAMETER;
@@ -170,10 +174,14 @@ static bool inputs_fit(cg_infer *infer) {
     if (op->variadic ? infer->n_in < 1 : infer->n_in != named)
         return cg_refuse(infer, "expected %s%d inputs, got %d", op->variadic ? "at least " : "",
                          op->variadic ? 1 : named, infer->n_in);
-    for (int i = 0; i < infer->n_in; i++)
-        if (!infer->in[i] && !(op->optional & CG_BIT(i)))
+    for (int i = 0; i < infer->n_in; i++) {
+        const cg_value *value = infer->in[i];
+        if (!value && !(op->optional & CG_BIT(op->variadic ? 0 : i)))
             return cg_refuse(infer, "input %s is missing", cg_op_in_name(op, i));
-    return true;
+        if (value && (value->id >= infer->graph->n_values || infer->graph->values[value->id] != value))
+            return cg_refuse(infer, "input %s belongs to another graph", cg_op_in_name(op, i));
+    }
+    return !op->attr_bytes || infer->attr || cg_refuse(infer, "attributes are missing");
 }
 
 cg_value *cg_apply(cg_graph *graph, const cg_op *op, const void *attr, cg_value *const *in, int n_in) {
@@ -206,7 +214,8 @@ cg_value *cg_apply(cg_graph *graph, const cg_op *op, const void *attr, cg_value 
         needs_grad |= in[i] && in[i]->needs_grad && (op->differentiable & CG_BIT(op->variadic ? 0 : i));
     }
     for (int s = 0; s < infer.n_out; s++) {
-        cg_value *out = value_new(graph, op->out[s], node->scope, infer.out_dtype[s], infer.out_shape[s]);
+        cg_value *out =
+            value_new(graph, op->name, op->out[s], node->scope, infer.out_dtype[s], infer.out_shape[s]);
         if (!out) return NULL;
         out->producer = node;
         out->slot = s;
