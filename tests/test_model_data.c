@@ -104,32 +104,38 @@ static void refuse_recall(const cg_recall *r, const cg_config *config, const cha
     expect_refusal(cg_feed_recall(r, config, &error), &error, parts);
 }
 
+/* Check's own assertions cost a system call each, too much for every token. */
+#define EXPECT(condition)                                                                                      \
+    do {                                                                                                       \
+        if (!(condition)) ck_abort_msg("does not hold: %s", #condition);                                       \
+    } while (0)
+
 /* What every batch of any feed keeps. */
 static void check_packing(const cg_feed *feed, const cg_batch *b) {
     const cg_feed_facts *facts = cg_feed_facts_of(feed);
-    ck_assert_int_eq(b->n_rows, facts->n_rows);
-    ck_assert_int_eq(b->max_segments, facts->max_segments);
-    ck_assert_int_eq(b->cu_seqlens[0], 0);
+    EXPECT(b->n_rows == facts->n_rows);
+    EXPECT(b->max_segments == facts->max_segments);
+    EXPECT(b->cu_seqlens[0] == 0);
     for (int64_t s = 0; s < b->max_segments; s++) {
         int32_t length = b->cu_seqlens[s + 1] - b->cu_seqlens[s];
-        ck_assert_int_ge(length, 0);
-        ck_assert_int_le(length, facts->max_seqlen);
-        ck_assert_int_eq(b->seqlens[s], length);
+        EXPECT(length >= 0);
+        EXPECT(length <= facts->max_seqlen);
+        EXPECT(b->seqlens[s] == length);
     }
     int64_t n_real = b->cu_seqlens[b->max_segments], n_targets = 0;
-    ck_assert_int_le(n_real, b->n_rows);
-    ck_assert_int_eq(b->n_real, n_real);
-    ck_assert_int_gt(n_real, 0);
+    EXPECT(n_real <= b->n_rows);
+    EXPECT(b->n_real == n_real);
+    EXPECT(n_real > 0);
     for (int64_t t = 0; t < b->n_rows; t++) {
         if (t < n_real)
-            ck_assert(b->tokens[t] >= 0 && b->tokens[t] < 256);
+            EXPECT(b->tokens[t] >= 0 && b->tokens[t] < 256);
         else
-            ck_assert(b->tokens[t] == -1 && b->targets[t] == -1);
+            EXPECT(b->tokens[t] == -1 && b->targets[t] == -1);
         n_targets += b->targets[t] >= 0;
-        if (b->targets[t] < 0) ck_assert_int_eq(b->distances[t], -1);
+        if (b->targets[t] < 0) EXPECT(b->distances[t] == -1);
     }
-    ck_assert_int_eq(b->n_targets, n_targets);
-    ck_assert_int_gt(n_targets, 0);
+    EXPECT(b->n_targets == n_targets);
+    EXPECT(n_targets > 0);
 }
 
 /* Batches of a feed in any order, again, and from a new feed, are the same; other indexes, seeds and parts are
@@ -199,12 +205,12 @@ START_TEST(text_parts_do_not_overlap) {
     config.seq_len = 300;
     cg_feed *feed = text(folder, &config);
     const cg_feed_facts *facts = cg_feed_facts_of(feed);
-    ck_assert_int_eq(facts->documents, DOCUMENTS);
-    ck_assert_int_eq(facts->bytes, BYTES);
-    ck_assert_int_eq(facts->train_bytes + facts->held_out_bytes, BYTES);
-    ck_assert_int_ge(facts->held_out_bytes, BYTES / 16);
-    ck_assert_int_le(facts->held_out_bytes, BYTES / 16 + 4096);
-    ck_assert(facts->chance > 0.12 && facts->chance < 0.5);
+    EXPECT(facts->documents == DOCUMENTS);
+    EXPECT(facts->bytes == BYTES);
+    EXPECT(facts->train_bytes + facts->held_out_bytes == BYTES);
+    EXPECT(facts->held_out_bytes >= BYTES / 16);
+    EXPECT(facts->held_out_bytes <= BYTES / 16 + 4096);
+    EXPECT(facts->chance > 0.12 && facts->chance < 0.5);
     cg_batch *b = batch_of(feed);
     char *seen = calloc(BYTES, 1);
     for (int held_out = 0; held_out < 2; held_out++) {
@@ -212,29 +218,29 @@ START_TEST(text_parts_do_not_overlap) {
             if (held_out && index == 40) break;
             cg_feed_batch(feed, held_out, index, b);
             check_packing(feed, b);
-            ck_assert_int_gt(b->n_real, b->n_rows - 16);
+            EXPECT(b->n_real > b->n_rows - 16);
             for (int64_t s = 0; s < b->max_segments; s++) {
                 int64_t n = b->seqlens[s];
                 const int32_t *tokens = b->tokens + b->cu_seqlens[s], *targets = b->targets + b->cu_seqlens[s];
                 int64_t place = place_of(tokens, n);
                 if (place < 0) continue;
                 for (int64_t i = 0; i < n; i++) {
-                    ck_assert(tokens[i] == byte_at(place + i));
-                    ck_assert(targets[i] < 0 ? i == n - 1 : i == n - 1 || targets[i] == tokens[i + 1]);
+                    EXPECT(tokens[i] == byte_at(place + i));
+                    EXPECT(targets[i] < 0 ? i == n - 1 : i == n - 1 || targets[i] == tokens[i + 1]);
                     seen[place + i] |= (char)(1 << held_out);
                 }
                 if (targets[n - 1] < 0) continue;
-                ck_assert(targets[n - 1] == byte_at(place + n));
-                ck_assert((place + n) % (LINES * 8) != 0); /* not beyond the document */
+                EXPECT(targets[n - 1] == byte_at(place + n));
+                EXPECT((place + n) % (LINES * 8) != 0); /* not beyond the document */
                 seen[place + n] |= (char)(1 << held_out);
             }
         }
     }
     int64_t counts[4] = {0};
     for (int i = 0; i < BYTES; i++) counts[(int)seen[i]]++;
-    ck_assert_int_eq(counts[3], 0);
-    ck_assert_int_gt(counts[1], facts->train_bytes * 97 / 100);
-    ck_assert_int_gt(counts[2], facts->held_out_bytes * 97 / 100);
+    EXPECT(counts[3] == 0);
+    EXPECT(counts[1] > facts->train_bytes * 97 / 100);
+    EXPECT(counts[2] > facts->held_out_bytes * 97 / 100);
     free(seen);
     cg_batch_free(b);
     cg_feed_free(feed);
@@ -253,15 +259,15 @@ START_TEST(short_documents_are_whole_segments) {
     for (uint64_t index = 0; index < 200; index++) {
         cg_feed_batch(feed, index % 2, index, b);
         check_packing(feed, b);
-        ck_assert_int_gt(b->n_real, b->n_rows - 40);
+        EXPECT(b->n_real > b->n_rows - 40);
         for (int64_t s = 0; s < b->max_segments; s++) {
             const int32_t *targets = b->targets + b->cu_seqlens[s];
             bool last = s + 1 == b->max_segments || b->seqlens[s + 1] == 0;
-            if (b->seqlens[s] > 0 && !last) ck_assert_int_eq(b->seqlens[s], 40);
+            if (b->seqlens[s] > 0 && !last) EXPECT(b->seqlens[s] == 40);
             if (b->seqlens[s] == 40) {
-                ck_assert_int_eq(place_of(b->tokens + b->cu_seqlens[s], 40) % 80, 0);
-                ck_assert_int_eq(targets[39], -1);
-                for (int i = 0; i < 39; i++) ck_assert_int_ge(targets[i], 0);
+                EXPECT(place_of(b->tokens + b->cu_seqlens[s], 40) % 80 == 0);
+                EXPECT(targets[39] == -1);
+                for (int i = 0; i < 39; i++) EXPECT(targets[i] >= 0);
             }
         }
     }
@@ -443,37 +449,37 @@ END_TEST
 static void check_recall(const cg_feed *feed, const cg_recall *r, const cg_config *c, const cg_batch *b) {
     const cg_feed_facts *facts = cg_feed_facts_of(feed);
     check_packing(feed, b);
-    ck_assert_int_eq(b->n_targets, facts->n_queries * c->batch_size);
-    ck_assert_int_eq(b->n_real, b->n_rows);
+    EXPECT(b->n_targets == facts->n_queries * c->batch_size);
+    EXPECT(b->n_real == b->n_rows);
     int64_t nearest = INT64_MAX;
     for (int64_t s = 0; s < c->batch_size; s++) {
-        ck_assert_int_eq(b->seqlens[s], c->seq_len);
+        EXPECT(b->seqlens[s] == c->seq_len);
         const int32_t *tokens = b->tokens + s * c->seq_len, *targets = b->targets + s * c->seq_len;
         const int32_t *distances = b->distances + s * c->seq_len;
         for (int64_t p = 0; p < facts->n_pairs; p++) {
-            ck_assert_int_lt(tokens[p * r->stride], r->n_keys);
-            for (int64_t q = 0; q < p; q++) ck_assert_int_ne(tokens[p * r->stride], tokens[q * r->stride]);
+            EXPECT(tokens[p * r->stride] < r->n_keys);
+            for (int64_t q = 0; q < p; q++) EXPECT(tokens[p * r->stride] != tokens[q * r->stride]);
             int64_t value = tokens[p * r->stride + 1] - r->n_keys;
-            ck_assert(value >= 0 && value < r->n_values);
+            EXPECT(value >= 0 && value < r->n_values);
         }
         for (int64_t t = 0; t < c->seq_len; t++) {
             if (targets[t] < 0) continue;
-            ck_assert_int_eq(t % r->stride, 0);
-            ck_assert_int_ge(t, facts->n_pairs * r->stride);
+            EXPECT(t % r->stride == 0);
+            EXPECT(t >= facts->n_pairs * r->stride);
             int64_t back = t - 1; /* the solution: the token behind the last occurrence of the key */
             while (back >= 0 && tokens[back] != tokens[t]) back--;
-            ck_assert_int_ge(back, 0);
-            ck_assert_int_lt(back, facts->n_pairs * r->stride);
-            ck_assert_int_eq(targets[t], tokens[back + 1]);
-            ck_assert_int_eq(targets[t], tokens[t + 1]);
-            ck_assert_int_eq(distances[t], t - (back + 1));
-            ck_assert_int_gt(distances[t], facts->reach);
-            ck_assert_int_ge(distances[t], facts->min_distance);
+            EXPECT(back >= 0);
+            EXPECT(back < facts->n_pairs * r->stride);
+            EXPECT(targets[t] == tokens[back + 1]);
+            EXPECT(targets[t] == tokens[t + 1]);
+            EXPECT(distances[t] == t - (back + 1));
+            EXPECT(distances[t] > facts->reach);
+            EXPECT(distances[t] >= facts->min_distance);
             if (distances[t] < nearest) nearest = distances[t];
         }
     }
-    ck_assert_int_gt(facts->min_distance, facts->reach);
-    ck_assert_int_eq(facts->reach, c->num_hidden_layers * (c->sliding_window - 1));
+    EXPECT(facts->min_distance > facts->reach);
+    EXPECT(facts->reach == c->num_hidden_layers * (c->sliding_window - 1));
 }
 
 START_TEST(recall_is_solved_by_looking_back) {
