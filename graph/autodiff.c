@@ -25,11 +25,11 @@ static void differentiate(cg_graph *graph, const cg_node *node, cg_value **grads
     bool any = false;
     for (int s = 0; s < node->n_out; s++)
         if (node->out[s]->needs_grad) any |= (dout[s] = grads[node->out[s]->id]) != NULL;
-    if (!any || !node->op->grad) return;
-    if (node->pass != CG_FORWARD) { /* to stop here would be a wrong gradient */
+    if (!any) return;
+    if (node->pass != CG_FORWARD || !node->op->grad) { /* to stop here would be a wrong gradient */
         strcpy(graph->scope, node->scope);
-        cg_graph_fail(graph, "%s: not yet: second derivatives, a gradient reaches a node of the %s pass",
-                      node->op->name, cg_pass_name(node->pass));
+        cg_graph_fail(graph, "%s: %s", node->op->name,
+                      node->op->no_grad ? node->op->no_grad : "not yet: second derivatives");
         return;
     }
     cg_value **din = calloc((size_t)node->n_in, sizeof *din);

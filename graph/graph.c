@@ -208,10 +208,12 @@ cg_value *cg_apply(cg_graph *graph, const cg_op *op, const void *attr, cg_value 
     if (graph->error.code != CG_OK) return NULL;
     if (attr_copy) memcpy(attr_copy, attr, op->attr_bytes);
     node->attr = attr_copy;
+    /* a gradient that is not written yet is wanted all the same: autodiff refuses it instead of dropping it */
+    unsigned flows = op->no_grad && !strncmp(op->no_grad, "not yet", 7) ? ~0u : op->differentiable;
     bool needs_grad = false;
     for (int i = 0; i < n_in; i++) {
         node->in[i] = in[i];
-        needs_grad |= in[i] && in[i]->needs_grad && (op->differentiable & CG_BIT(op->variadic ? 0 : i));
+        needs_grad |= in[i] && in[i]->needs_grad && (flows & CG_BIT(op->variadic ? 0 : i));
     }
     for (int s = 0; s < infer.n_out; s++) {
         cg_value *out =

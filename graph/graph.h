@@ -121,7 +121,8 @@ cg_value *cg_leaf_find(const cg_graph *graph, const char *full_name);
 const cg_value *cg_value_root(const cg_value *value);
 
 /* Append the backward pass. outputs[i] has the output gradient seeds[i] (same dtype and shape); grads[k]
- * becomes the gradient of wrt[k], exactly zero where nothing reaches it. Every node added belongs to the
+ * becomes the gradient of wrt[k], exactly zero where nothing reaches it. Refused where a gradient would have to
+ * pass through backward nodes or an op whose gradient is "not yet" there. Every node added belongs to the
  * pass CG_BACKWARD and carries scope and cause of the forward node it differentiates. */
 bool cg_autodiff(cg_graph *graph, cg_value *const *outputs, cg_value *const *seeds, int n_outputs,
                  cg_value *const *wrt, int n_wrt, cg_value **grads);
