@@ -154,10 +154,12 @@ static bool allocate(work *w) {
         const double *x = cg_exec_data(check->exec, check->wrt[k]);
         for (int64_t i = 0; i < used; i++) {
             int64_t entry = i * n / used;
+            if (!isfinite(x[entry])) continue; /* -inf marks an absent score: there is no point beside it */
             double h = (check->step > 0 ? check->step : 1e-5) * fmax(1, fabs(x[entry]));
             w->columns[c++] = (column){k, entry, h};
         }
     }
+    w->n_columns = c;
     for (int64_t i = 0; i < w->n_out; i++) w->weights[i] = cg_random_normal(2, 0, (uint64_t)i);
     return true;
 }
