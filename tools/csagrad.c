@@ -17,6 +17,12 @@ typedef struct command {
 } command;
 
 static const command commands[] = {
+    {"train", "train a model, show its losses and its indexer, keep checkpoints", csagrad_train},
+    {"plan", "every value that a training step keeps for backward, and the exact peak, without running",
+     csagrad_plan},
+    {"gradcheck", "compare all gradients with central differences: each op, then a whole small model",
+     csagrad_gradcheck},
+    {"ops", "list the ops: what each saves for backward, and what recompute may do with it", csagrad_ops},
     {"config", "list the keys of the configuration, or print the one that the options give", csagrad_config},
 };
 

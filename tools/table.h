@@ -1,0 +1,16 @@
+/* Tables for people: columns as wide as their widest cell. */
+#ifndef CG_TOOLS_TABLE_H
+#define CG_TOOLS_TABLE_H
+
+typedef struct table table;
+
+/* One letter per column: 'l' left, 'r' right. NULL when memory is out, which the functions below let pass. */
+table *table_new(const char *columns);
+
+/* The next cell, row by row; the first row is the title and is underlined. */
+void table_cell(table *t, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* Print to stdout and free. */
+void table_print(table *t);
+
+#endif
