@@ -134,6 +134,7 @@ START_TEST(json_loads_back_equal) {
         {"eval_every", "0"},
         {"eval_batches", "1"},
         {"checkpoint_every", "50"},
+        {"decay_steps", "900"},
     };
     int n_keys = 0;
     cg_config_key key;
