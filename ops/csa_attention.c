@@ -44,7 +44,6 @@ enum { Q, KV, CKV, SINK, TOPK, ROWS, LSE, DOUT }; /* inputs, the last two of the
 enum { RUNS = 16, RUN_ROWS = 16 };                /* at most, at least */
 enum { COPY_BYTES = 1024 }; /* from this size of a key on, its copies are faster than it */
 
-static size_t aligned(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
 static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -178,20 +177,6 @@ static bool rows_fit(const cg_run_args *args) {
         (long long)bad, (long long)k, z.topk[bad * z.K + k], row[CG_ROW_VISIBLE], row[CG_ROW_COMPRESSED]);
 }
 
-/* ---- workspace ---- */
-
-/* Pieces are counted first, with base NULL, and handed out by the same calls in the kernel. */
-typedef struct carver {
-    char *base;
-    size_t used;
-} carver;
-
-static void *carve(carver *from, int64_t count, size_t element) {
-    void *piece = from->base ? from->base + from->used : NULL;
-    from->used += aligned((size_t)count * element);
-    return piece;
-}
-
 /* The runs of rows that backward sums apart. */
 typedef struct attention_runs {
     int64_t rows, count; /* rows of a run, runs */
@@ -217,12 +202,12 @@ static size_t workspace_bytes(const cg_node *node, bool backward) {
                          .K = cg_dim(node->in[TOPK], 1),
                          .W = attr->window};
     bool is_f32 = node->in[Q]->dtype == CG_F32;
-    carver slot = {0}, all = {0};
+    panel_carver slot = {0}, all = {0};
     if (is_f32)
         attention_scratch_of_f32(&slot, &z, backward);
     else
         attention_scratch_of_f64(&slot, &z, backward);
-    carve(&all, cg_thread_slots(), slot.used);
+    panel_carve(&all, cg_thread_slots(), slot.used);
     if (backward) {
         if (is_f32)
             attention_partials_of_f32(&all, &z);
@@ -270,18 +255,14 @@ static void csa_attention_build_grad(cg_graph *graph, const cg_node *node, cg_va
 
 /* ---- cases ---- */
 
-#define REALS(...)                                                                                             \
-    { .shape = CG_DIMS(__VA_ARGS__) }
-#define I32(data, ...)                                                                                         \
-    { .shape = CG_DIMS(__VA_ARGS__), .i32 = (data) }
-#define ABSENT                                                                                                 \
-    { .absent = true }
-#define ATTR(window, scale, teacher)                                                                           \
-    .attr = &(csa_attention_attr) { window, scale, teacher }
+/* clang-format off */
+#define REALS(...) { .shape = CG_DIMS(__VA_ARGS__) }
+#define I32(data, ...) { .shape = CG_DIMS(__VA_ARGS__), .i32 = (data) }
+#define ABSENT { .absent = true }
+#define ATTR(window, scale, teacher) .attr = &(csa_attention_attr) { window, scale, teacher }
 #define SAVED "q kv ckv sink topk rows lse"
 
-/* Two segments of 4 and 3 rows at ratio 2, then a row behind the last; the second ends with a row of padding.
- */
+/* Two segments of 4 and 3 rows at ratio 2, the second ending with a row of padding, then a row behind the last. */
 static const int32_t two_segments[] = {0, 0, 0, 0, 1, 0, 1, 0, 1, 1, 0, 2, 0, 1, 1, 0, 3,  0, 2, 1,
                                        4, 0, 2, 0, 1, 4, 1, 2, 1, 1, 4, 2, 2, 0, 0, 7, -1, 3, 0, 0};
 static const int32_t two_segments_topk[] = {-1, -1, -1, 0,  -1, -1, -1, 0,  0,  1,  -1, 1,
@@ -297,14 +278,12 @@ static const int32_t bad_facts[] = {0, 0, 0, 0, 1, 0, 2, 0, 1, 1};
 static const int32_t bad_visible[] = {0, 0, 0, 0, 1, 0, 1, 0, 2, 1};
 static const double sinks[] = {-INFINITY, 0.5};
 
-#define SEGMENTS                                                                                               \
-    REALS(8, 2, 3), REALS(8, 3), REALS(3, 3), REALS(2), I32(two_segments_topk, 8, 3), I32(two_segments, 8, 5)
+#define SEGMENTS REALS(8, 2, 3), REALS(8, 3), REALS(3, 3), REALS(2), I32(two_segments_topk, 8, 3), I32(two_segments, 8, 5)
 
-/* A long case made by the compiler: 331 rows of one segment at ratio 4, every row lists three of the first it
- * sees. */
+/* A long case made by the compiler: 331 rows of one segment at ratio 4, five places with one of them empty. */
 #define FACTS(t) 0, (t), 0, ((t) + 1) / 4, 1
 #define CHOSEN(t)                                                                                              \
-    ((t) < 3 ? -1 : ((t)*7) % (((t) + 1) / 4)), ((t) < 11 ? -1 : ((t)*5) % (((t) + 1) / 4)), -1,               \
+    ((t) < 3 ? -1 : (t) * 7 % (((t) + 1) / 4)), ((t) < 11 ? -1 : (t) * 5 % (((t) + 1) / 4)), -1,               \
         ((t) < 7 ? -1 : 0), ((t) < 3 ? -1 : ((t) + 1) / 4 - 1)
 #define TEN(f, t) f(t), f(t + 1), f(t + 2), f(t + 3), f(t + 4), f(t + 5), f(t + 6), f(t + 7), f(t + 8), f(t + 9)
 #define HUNDRED(f, t)                                                                                          \
@@ -318,194 +297,98 @@ static const int32_t long_topk[] = {HUNDRED(CHOSEN, 0), HUNDRED(CHOSEN, 100), HU
                                     CHOSEN(330)};
 
 static const cg_case csa_attention_cases[] = {
-    {.name = "two segments, padding, a row behind",
-     .in = {SEGMENTS},
-     ATTR(2, 0.7, CG_TEACHER_FULL),
+    {.name = "two segments, padding, a row behind", .in = {SEGMENTS}, ATTR(2, 0.7, CG_TEACHER_FULL),
      .crosses = SAVED},
     {.name = "teacher with the sink", .in = {SEGMENTS}, ATTR(3, 0.7, CG_TEACHER_SINK), .crosses = SAVED},
     {.name = "teacher alone", .in = {SEGMENTS}, ATTR(1, 0.7, CG_TEACHER_COMPRESSED), .crosses = SAVED},
     {.name = "no window", .in = {SEGMENTS}, ATTR(0, 0.7, CG_TEACHER_FULL), .crosses = SAVED},
-    {.name = "window only",
-     .in = {REALS(8, 2, 3), REALS(8, 3), ABSENT, REALS(2), ABSENT, I32(two_segments, 8, 5)},
-     ATTR(20, 0.7, CG_TEACHER_NONE),
-     .crosses = "q kv sink rows lse"},
-    {.name = "sink of no weight",
-     .in = {REALS(8, 2, 3),
-            REALS(8, 3),
-            REALS(3, 3),
-            {.shape = CG_DIMS(2), .real = sinks, .constant = true},
-            I32(two_segments_topk, 8, 3),
-            I32(two_segments, 8, 5)},
-     ATTR(2, 0.7, CG_TEACHER_FULL),
-     .crosses = SAVED},
-    {.name = "all absent",
-     .in = {REALS(8, 2, 3), REALS(8, 3), REALS(3, 3), REALS(2), I32(none, 8, 3), I32(two_segments, 8, 5)},
-     ATTR(2, 0.7, CG_TEACHER_FULL),
-     .crosses = SAVED},
-    {.name = "one row, K above C",
-     .in = {REALS(1, 3, 5), REALS(1, 5), REALS(1, 5), REALS(3), I32(one_row_topk, 1, 4), I32(one_row, 1, 5)},
-     ATTR(4, 0.5, CG_TEACHER_FULL),
-     .crosses = SAVED},
-    {.name = "no compressed row",
-     .in = {REALS(2, 1, 2), REALS(2, 2), REALS(0, 2), REALS(1), I32(none, 2, 3), I32(blind_rows, 2, 5)},
-     ATTR(2, 0.5, CG_TEACHER_FULL),
-     .crosses = SAVED},
-    {.name = "no place",
-     .in = {REALS(2, 1, 2), REALS(2, 2), REALS(2, 2), REALS(1), I32(none, 2, 0), I32(two_segments, 2, 5)},
-     ATTR(2, 0.5, CG_TEACHER_FULL),
-     .crosses = SAVED},
-    {.name = "no row",
-     .in = {REALS(0, 2, 3), REALS(0, 3), REALS(3, 3), REALS(2), I32(none, 0, 3), I32(none, 0, 5)},
-     ATTR(2, 0.5, CG_TEACHER_FULL),
-     .crosses = SAVED},
-    {.name = "wide heads",
-     .in = {REALS(4, 17, 1), REALS(4, 1), REALS(2, 1), REALS(17), I32(two_segments_topk, 4, 3),
-            I32(two_segments, 4, 5)},
-     ATTR(2, 0.5, CG_TEACHER_NONE),
-     .crosses = SAVED},
-    {.name = "large",
-     .in = {REALS(331, 5, 71), REALS(331, 71), REALS(82, 71), REALS(5), I32(long_topk, 331, 5),
-            I32(long_rows, 331, 5)},
-     ATTR(37, 0.12, CG_TEACHER_FULL),
-     .crosses = SAVED,
+    {.name = "window only", .in = {REALS(8, 2, 3), REALS(8, 3), ABSENT, REALS(2), ABSENT,
+     I32(two_segments, 8, 5)}, ATTR(20, 0.7, CG_TEACHER_NONE), .crosses = "q kv sink rows lse"},
+    {.name = "sink of no weight", .in = {REALS(8, 2, 3), REALS(8, 3), REALS(3, 3), {.shape = CG_DIMS(2),
+     .real = sinks, .constant = true}, I32(two_segments_topk, 8, 3), I32(two_segments, 8, 5)},
+     ATTR(2, 0.7, CG_TEACHER_FULL), .crosses = SAVED},
+    {.name = "all absent", .in = {REALS(8, 2, 3), REALS(8, 3), REALS(3, 3), REALS(2), I32(none, 8, 3),
+     I32(two_segments, 8, 5)}, ATTR(2, 0.7, CG_TEACHER_FULL), .crosses = SAVED},
+    {.name = "one row, K above C", .in = {REALS(1, 3, 5), REALS(1, 5), REALS(1, 5), REALS(3),
+     I32(one_row_topk, 1, 4), I32(one_row, 1, 5)}, ATTR(4, 0.5, CG_TEACHER_FULL), .crosses = SAVED},
+    {.name = "no compressed row", .in = {REALS(2, 1, 2), REALS(2, 2), REALS(0, 2), REALS(1), I32(none, 2, 3),
+     I32(blind_rows, 2, 5)}, ATTR(2, 0.5, CG_TEACHER_FULL), .crosses = SAVED},
+    {.name = "no place", .in = {REALS(2, 1, 2), REALS(2, 2), REALS(2, 2), REALS(1), I32(none, 2, 0),
+     I32(two_segments, 2, 5)}, ATTR(2, 0.5, CG_TEACHER_FULL), .crosses = SAVED},
+    {.name = "no row", .in = {REALS(0, 2, 3), REALS(0, 3), REALS(3, 3), REALS(2), I32(none, 0, 3),
+     I32(none, 0, 5)}, ATTR(2, 0.5, CG_TEACHER_FULL), .crosses = SAVED},
+    {.name = "wide heads", .in = {REALS(4, 17, 1), REALS(4, 1), REALS(2, 1), REALS(17),
+     I32(two_segments_topk, 4, 3), I32(two_segments, 4, 5)}, ATTR(2, 0.5, CG_TEACHER_NONE), .crosses = SAVED},
+    {.name = "large", .in = {REALS(331, 5, 71), REALS(331, 71), REALS(82, 71), REALS(5),
+     I32(long_topk, 331, 5), I32(long_rows, 331, 5)}, ATTR(37, 0.12, CG_TEACHER_FULL), .crosses = SAVED,
      .large = true},
-    {.name = "large, keys copied",
-     .in = {REALS(331, 18, 264), REALS(331, 264), REALS(82, 264), REALS(18), I32(long_topk, 331, 5),
-            I32(long_rows, 331, 5)},
-     ATTR(150, 0.06, CG_TEACHER_FULL),
-     .crosses = SAVED,
+    {.name = "large, keys copied", .in = {REALS(331, 18, 264), REALS(331, 264), REALS(82, 264), REALS(18),
+     I32(long_topk, 331, 5), I32(long_rows, 331, 5)}, ATTR(150, 0.06, CG_TEACHER_FULL), .crosses = SAVED,
      .large = true},
-    {.name = "kv rows",
-     .in = {REALS(4, 2, 3), REALS(5, 3), ABSENT, REALS(2), ABSENT, I32(two_segments, 4, 5)},
-     ATTR(2, 1, CG_TEACHER_NONE),
-     .refuses = "kv has shape [5, 3], expected 4 in dimension 0 (rows of q)"},
-    {.name = "kv columns",
-     .in = {REALS(4, 2, 3), REALS(4, 2), ABSENT, REALS(2), ABSENT, I32(two_segments, 4, 5)},
-     ATTR(2, 1, CG_TEACHER_NONE),
+    {.name = "kv rows", .in = {REALS(4, 2, 3), REALS(5, 3), ABSENT, REALS(2), ABSENT, I32(two_segments, 4, 5)},
+     ATTR(2, 1, CG_TEACHER_NONE), .refuses = "kv has shape [5, 3], expected 4 in dimension 0 (rows of q)"},
+    {.name = "kv columns", .in = {REALS(4, 2, 3), REALS(4, 2), ABSENT, REALS(2), ABSENT,
+     I32(two_segments, 4, 5)}, ATTR(2, 1, CG_TEACHER_NONE),
      .refuses = "kv has shape [4, 2], expected 3 in dimension 1 (head size of q)"},
-    {.name = "ckv columns",
-     .in = {REALS(4, 2, 3), REALS(4, 3), REALS(2, 2), REALS(2), I32(none, 4, 2), I32(two_segments, 4, 5)},
-     ATTR(2, 1, CG_TEACHER_NONE),
-     .refuses = "ckv has shape [2, 2]"},
-    {.name = "sink heads",
-     .in = {REALS(4, 2, 3), REALS(4, 3), ABSENT, REALS(3), ABSENT, I32(two_segments, 4, 5)},
-     ATTR(2, 1, CG_TEACHER_NONE),
-     .refuses = "sink has shape [3], expected 2"},
-    {.name = "topk rows",
-     .in = {REALS(4, 2, 3), REALS(4, 3), REALS(2, 3), REALS(2), I32(none, 3, 2), I32(two_segments, 4, 5)},
-     ATTR(2, 1, CG_TEACHER_NONE),
-     .refuses = "topk has shape [3, 2]"},
-    {.name = "row fields",
-     .in = {REALS(4, 2, 3), REALS(4, 3), ABSENT, REALS(2), ABSENT, I32(two_segments, 4, 4)},
-     ATTR(2, 1, CG_TEACHER_NONE),
-     .refuses = "fields of a row"},
-    {.name = "topk alone",
-     .in = {REALS(4, 2, 3), REALS(4, 3), ABSENT, REALS(2), I32(none, 4, 2), I32(two_segments, 4, 5)},
-     ATTR(2, 1, CG_TEACHER_NONE),
-     .refuses = "ckv is missing, expected both"},
-    {.name = "ckv alone",
-     .in = {REALS(4, 2, 3), REALS(4, 3), REALS(2, 3), REALS(2), ABSENT, I32(two_segments, 4, 5)},
-     ATTR(2, 1, CG_TEACHER_NONE),
-     .refuses = "topk is missing, expected both"},
-    {.name = "teacher of nothing",
-     .in = {REALS(4, 2, 3), REALS(4, 3), ABSENT, REALS(2), ABSENT, I32(two_segments, 4, 5)},
-     ATTR(2, 1, CG_TEACHER_FULL),
-     .refuses = "the teacher is wanted for"},
-    {.name = "unknown teacher",
-     .in = {REALS(4, 2, 3), REALS(4, 3), REALS(2, 3), REALS(2), I32(none, 4, 2), I32(two_segments, 4, 5)},
-     ATTR(2, 1, (cg_teacher)9),
-     .refuses = "teacher is 9"},
-    {.name = "window",
-     .in = {REALS(4, 2, 3), REALS(4, 3), ABSENT, REALS(2), ABSENT, I32(two_segments, 4, 5)},
-     ATTR(-1, 1, CG_TEACHER_NONE),
-     .refuses = "window is -1"},
-    {.name = "scale",
-     .in = {REALS(4, 2, 3), REALS(4, 3), ABSENT, REALS(2), ABSENT, I32(two_segments, 4, 5)},
-     ATTR(2, INFINITY, CG_TEACHER_NONE),
-     .refuses = "scale is inf"},
-    {.name = "wrong dtype",
-     .in = {{.shape = CG_DIMS(4, 2, 3), .wrong_dtype = true},
-            REALS(4, 3),
-            ABSENT,
-            REALS(2),
-            ABSENT,
-            I32(two_segments, 4, 5)},
-     ATTR(2, 1, CG_TEACHER_NONE),
-     .refuses = "q is i32"},
-    {.name = "wrong topk dtype",
-     .in = {REALS(4, 2, 3),
-            REALS(4, 3),
-            REALS(2, 3),
-            REALS(2),
-            {.shape = CG_DIMS(4, 2), .i32 = none, .wrong_dtype = true},
-            I32(two_segments, 4, 5)},
-     ATTR(2, 1, CG_TEACHER_NONE),
-     .refuses = "topk is f32, expected i32"},
-    {.name = "another segment's row",
-     .in = {REALS(8, 2, 3), REALS(8, 3), REALS(3, 3), REALS(2), I32(two_segments_wrong, 8, 3),
-            I32(two_segments, 8, 5)},
-     ATTR(2, 1, CG_TEACHER_NONE),
-     .run_error =
-         "topk of row 5, place 1 is 1, expected -1 or one of the 1 compressed rows it sees, from 2 on"},
-    {.name = "position",
-     .in = {REALS(2, 2, 3), REALS(2, 3), ABSENT, REALS(2), ABSENT, I32(bad_facts, 2, 5)},
-     ATTR(2, 1, CG_TEACHER_NONE),
-     .run_error = "row 1: start 0, position 2"},
-    {.name = "more visible than there are",
-     .in = {REALS(2, 2, 3), REALS(2, 3), REALS(1, 3), REALS(2), I32(none, 2, 2), I32(bad_visible, 2, 5)},
-     ATTR(2, 1, CG_TEACHER_NONE),
+    {.name = "ckv columns", .in = {REALS(4, 2, 3), REALS(4, 3), REALS(2, 2), REALS(2), I32(none, 4, 2),
+     I32(two_segments, 4, 5)}, ATTR(2, 1, CG_TEACHER_NONE), .refuses = "ckv has shape [2, 2]"},
+    {.name = "sink heads", .in = {REALS(4, 2, 3), REALS(4, 3), ABSENT, REALS(3), ABSENT,
+     I32(two_segments, 4, 5)}, ATTR(2, 1, CG_TEACHER_NONE), .refuses = "sink has shape [3], expected 2"},
+    {.name = "topk rows", .in = {REALS(4, 2, 3), REALS(4, 3), REALS(2, 3), REALS(2), I32(none, 3, 2),
+     I32(two_segments, 4, 5)}, ATTR(2, 1, CG_TEACHER_NONE), .refuses = "topk has shape [3, 2]"},
+    {.name = "row fields", .in = {REALS(4, 2, 3), REALS(4, 3), ABSENT, REALS(2), ABSENT,
+     I32(two_segments, 4, 4)}, ATTR(2, 1, CG_TEACHER_NONE), .refuses = "fields of a row"},
+    {.name = "topk alone", .in = {REALS(4, 2, 3), REALS(4, 3), ABSENT, REALS(2), I32(none, 4, 2),
+     I32(two_segments, 4, 5)}, ATTR(2, 1, CG_TEACHER_NONE), .refuses = "ckv is missing, expected both"},
+    {.name = "ckv alone", .in = {REALS(4, 2, 3), REALS(4, 3), REALS(2, 3), REALS(2), ABSENT,
+     I32(two_segments, 4, 5)}, ATTR(2, 1, CG_TEACHER_NONE), .refuses = "topk is missing, expected both"},
+    {.name = "teacher of nothing", .in = {REALS(4, 2, 3), REALS(4, 3), ABSENT, REALS(2), ABSENT,
+     I32(two_segments, 4, 5)}, ATTR(2, 1, CG_TEACHER_FULL), .refuses = "the teacher is wanted for"},
+    {.name = "unknown teacher", .in = {REALS(4, 2, 3), REALS(4, 3), REALS(2, 3), REALS(2), I32(none, 4, 2),
+     I32(two_segments, 4, 5)}, ATTR(2, 1, (cg_teacher)9), .refuses = "teacher is 9"},
+    {.name = "window", .in = {REALS(4, 2, 3), REALS(4, 3), ABSENT, REALS(2), ABSENT, I32(two_segments, 4, 5)},
+     ATTR(-1, 1, CG_TEACHER_NONE), .refuses = "window is -1"},
+    {.name = "scale", .in = {REALS(4, 2, 3), REALS(4, 3), ABSENT, REALS(2), ABSENT, I32(two_segments, 4, 5)},
+     ATTR(2, INFINITY, CG_TEACHER_NONE), .refuses = "scale is inf"},
+    {.name = "wrong dtype", .in = {{.shape = CG_DIMS(4, 2, 3), .wrong_dtype = true}, REALS(4, 3), ABSENT,
+     REALS(2), ABSENT, I32(two_segments, 4, 5)}, ATTR(2, 1, CG_TEACHER_NONE), .refuses = "q is i32"},
+    {.name = "wrong topk dtype", .in = {REALS(4, 2, 3), REALS(4, 3), REALS(2, 3), REALS(2),
+     {.shape = CG_DIMS(4, 2), .i32 = none, .wrong_dtype = true}, I32(two_segments, 4, 5)},
+     ATTR(2, 1, CG_TEACHER_NONE), .refuses = "topk is f32, expected i32"},
+    {.name = "another segment's row", .in = {REALS(8, 2, 3), REALS(8, 3), REALS(3, 3), REALS(2),
+     I32(two_segments_wrong, 8, 3), I32(two_segments, 8, 5)}, ATTR(2, 1, CG_TEACHER_NONE),
+     .run_error = "topk of row 5, place 1 is 1, expected -1 or one of the 1 compressed rows it sees, from 2 on"},
+    {.name = "position", .in = {REALS(2, 2, 3), REALS(2, 3), ABSENT, REALS(2), ABSENT, I32(bad_facts, 2, 5)},
+     ATTR(2, 1, CG_TEACHER_NONE), .run_error = "row 1: start 0, position 2"},
+    {.name = "more visible than there are", .in = {REALS(2, 2, 3), REALS(2, 3), REALS(1, 3), REALS(2),
+     I32(none, 2, 2), I32(bad_visible, 2, 5)}, ATTR(2, 1, CG_TEACHER_NONE),
      .run_error = "row 1: start 0, position 1, 2 compressed rows"},
 };
 
 #define BACK REALS(8, 2), REALS(8, 2, 3)
 
 static const cg_case csa_attention_grad_cases[] = {
-    {.name = "two segments, padding, a row behind",
-     .in = {SEGMENTS, {.shape = CG_DIMS(8, 2), .offset = 3}, REALS(8, 2, 3)},
-     ATTR(2, 0.7, CG_TEACHER_FULL)},
-    {.name = "window only",
-     .in = {REALS(8, 2, 3),
-            REALS(8, 3),
-            ABSENT,
-            REALS(2),
-            ABSENT,
-            I32(two_segments, 8, 5),
-            {.shape = CG_DIMS(8, 2), .offset = 3},
-            REALS(8, 2, 3)},
+    {.name = "two segments, padding, a row behind", .in = {SEGMENTS, {.shape = CG_DIMS(8, 2), .offset = 3},
+     REALS(8, 2, 3)}, ATTR(2, 0.7, CG_TEACHER_FULL)},
+    {.name = "window only", .in = {REALS(8, 2, 3), REALS(8, 3), ABSENT, REALS(2), ABSENT,
+     I32(two_segments, 8, 5), {.shape = CG_DIMS(8, 2), .offset = 3}, REALS(8, 2, 3)},
      ATTR(20, 0.7, CG_TEACHER_NONE)},
-    {.name = "no row",
-     .in = {REALS(0, 2, 3), REALS(0, 3), REALS(3, 3), REALS(2), I32(none, 0, 3), I32(none, 0, 5), REALS(0, 2),
-            REALS(0, 2, 3)},
-     ATTR(2, 0.5, CG_TEACHER_FULL)},
-    {.name = "large",
-     .in = {REALS(331, 5, 71),
-            REALS(331, 71),
-            REALS(82, 71),
-            REALS(5),
-            I32(long_topk, 331, 5),
-            I32(long_rows, 331, 5),
-            {.shape = CG_DIMS(331, 5), .offset = 5},
-            REALS(331, 5, 71)},
-     ATTR(37, 0.12, CG_TEACHER_FULL),
-     .large = true},
-    {.name = "lse heads",
-     .in = {SEGMENTS, REALS(8, 3), REALS(8, 2, 3)},
-     ATTR(2, 0.7, CG_TEACHER_FULL),
+    {.name = "no row", .in = {REALS(0, 2, 3), REALS(0, 3), REALS(3, 3), REALS(2), I32(none, 0, 3),
+     I32(none, 0, 5), REALS(0, 2), REALS(0, 2, 3)}, ATTR(2, 0.5, CG_TEACHER_FULL)},
+    {.name = "large", .in = {REALS(331, 5, 71), REALS(331, 71), REALS(82, 71), REALS(5),
+     I32(long_topk, 331, 5), I32(long_rows, 331, 5), {.shape = CG_DIMS(331, 5), .offset = 5},
+     REALS(331, 5, 71)}, ATTR(37, 0.12, CG_TEACHER_FULL), .large = true},
+    {.name = "lse heads", .in = {SEGMENTS, REALS(8, 3), REALS(8, 2, 3)}, ATTR(2, 0.7, CG_TEACHER_FULL),
      .refuses = "lse has shape [8, 3]"},
-    {.name = "dout shape",
-     .in = {SEGMENTS, REALS(8, 2), REALS(8, 2, 2)},
-     ATTR(2, 0.7, CG_TEACHER_FULL),
+    {.name = "dout shape", .in = {SEGMENTS, REALS(8, 2), REALS(8, 2, 2)}, ATTR(2, 0.7, CG_TEACHER_FULL),
      .refuses = "dout has shape [8, 2, 2]"},
-    {.name = "wrong dtype",
-     .in = {SEGMENTS, REALS(8, 2), {.shape = CG_DIMS(8, 2, 3), .wrong_dtype = true}},
-     ATTR(2, 0.7, CG_TEACHER_FULL),
-     .refuses = "dout is i32"},
-    {.name = "another segment's row",
-     .in = {REALS(8, 2, 3), REALS(8, 3), REALS(3, 3), REALS(2), I32(two_segments_wrong, 8, 3),
-            I32(two_segments, 8, 5), BACK},
-     ATTR(2, 1, CG_TEACHER_NONE),
+    {.name = "wrong dtype", .in = {SEGMENTS, REALS(8, 2), {.shape = CG_DIMS(8, 2, 3), .wrong_dtype = true}},
+     ATTR(2, 0.7, CG_TEACHER_FULL), .refuses = "dout is i32"},
+    {.name = "another segment's row", .in = {REALS(8, 2, 3), REALS(8, 3), REALS(3, 3), REALS(2),
+     I32(two_segments_wrong, 8, 3), I32(two_segments, 8, 5), BACK}, ATTR(2, 1, CG_TEACHER_NONE),
      .run_error = "topk of row 5, place 1 is 1"},
 };
+/* clang-format on */
 
 const cg_op cg_op_csa_attention = {
     .name = "csa_attention",
@@ -574,33 +457,33 @@ typedef struct KERNEL(attention_scratch) {
 } KERNEL(attention_scratch);
 
 static KERNEL(attention_scratch)
-    KERNEL(attention_scratch_of)(carver *from, const attention_sizes *z, bool backward) {
+    KERNEL(attention_scratch_of)(panel_carver *from, const attention_sizes *z, bool backward) {
     const int64_t Hp = panel_heads(z->H, sizeof(REAL)), N = min64(z->W, z->T) + z->K, D = z->D;
     KERNEL(attention_scratch) s = {0};
-    s.qt = carve(from, D * Hp, sizeof(REAL));
-    s.x = carve(from, N * Hp, sizeof(REAL));
-    s.key = carve(from, N, sizeof *s.key);
-    s.qt_rows = carve(from, D, sizeof *s.qt_rows);
-    s.place = carve(from, z->K, sizeof *s.place);
+    s.qt = panel_carve(from, D * Hp, sizeof(REAL));
+    s.x = panel_carve(from, N * Hp, sizeof(REAL));
+    s.key = panel_carve(from, N, sizeof *s.key);
+    s.qt_rows = panel_carve(from, D, sizeof *s.qt_rows);
+    s.place = panel_carve(from, z->K, sizeof *s.place);
     if ((size_t)D * sizeof(REAL) >= COPY_BYTES) {
         /* rows a power of two apart would all fall on the same few lines of the cache */
         s.copy_ld = D + (int64_t)(64 / sizeof(REAL));
-        s.copy = carve(from, N * s.copy_ld, sizeof(REAL));
+        s.copy = panel_carve(from, N * s.copy_ld, sizeof(REAL));
     }
-    s.a = carve(from, Hp, sizeof(REAL));
-    s.b = carve(from, Hp, sizeof(REAL));
-    s.c = carve(from, Hp, sizeof(REAL));
-    s.e = carve(from, Hp, sizeof(REAL));
-    s.u = carve(from, 3 * Hp, sizeof(double));
-    s.v = carve(from, 3 * Hp, sizeof(double));
+    s.a = panel_carve(from, Hp, sizeof(REAL));
+    s.b = panel_carve(from, Hp, sizeof(REAL));
+    s.c = panel_carve(from, Hp, sizeof(REAL));
+    s.e = panel_carve(from, Hp, sizeof(REAL));
+    s.u = panel_carve(from, 3 * Hp, sizeof(double));
+    s.v = panel_carve(from, 3 * Hp, sizeof(double));
     if (backward) {
-        s.gt = carve(from, D * Hp, sizeof(REAL));
-        s.dx = carve(from, N * Hp, sizeof(REAL));
-        s.pair = carve(from, 2 * N * Hp, sizeof(REAL));
-        s.gt_rows = carve(from, D, sizeof *s.gt_rows);
-        s.gq_rows = carve(from, 2 * Hp, sizeof *s.gq_rows);
-        s.dkey = carve(from, N, sizeof *s.dkey);
-        s.zero = carve(from, D, sizeof(REAL));
+        s.gt = panel_carve(from, D * Hp, sizeof(REAL));
+        s.dx = panel_carve(from, N * Hp, sizeof(REAL));
+        s.pair = panel_carve(from, 2 * N * Hp, sizeof(REAL));
+        s.gt_rows = panel_carve(from, D, sizeof *s.gt_rows);
+        s.gq_rows = panel_carve(from, 2 * Hp, sizeof *s.gq_rows);
+        s.dkey = panel_carve(from, N, sizeof *s.dkey);
+        s.zero = panel_carve(from, D, sizeof(REAL));
     }
     return s;
 }
@@ -608,9 +491,9 @@ static KERNEL(attention_scratch)
 /* The scratch of the calling thread, with what stays the same for all rows. */
 static KERNEL(attention_scratch)
     KERNEL(attention_begin)(const cg_run_args *args, const attention_sizes *z, bool backward) {
-    carver count = {0};
+    panel_carver count = {0};
     KERNEL(attention_scratch_of)(&count, z, backward);
-    carver slot = {(char *)args->workspace + (size_t)cg_thread_slot() * count.used, 0};
+    panel_carver slot = {(char *)args->workspace + (size_t)cg_thread_slot() * count.used, 0};
     KERNEL(attention_scratch) s = KERNEL(attention_scratch_of)(&slot, z, backward);
     const int64_t Hp = panel_heads(z->H, sizeof(REAL));
     memset(s.qt, 0, (size_t)(z->D * Hp) * sizeof(REAL));
@@ -650,45 +533,17 @@ static KERNEL(attention_keys) KERNEL(gather)(const attention_sizes *z, const REA
 /* x = keys times the turned rows [D, Hp]. */
 static void KERNEL(logits)(const attention_sizes *z, int64_t n, int64_t Hp, const REAL *const *key,
                            const REAL *const *turned, REAL *x) {
-    KERNEL(panel_multiply)
-    (&(KERNEL(panel_product)){
-        .m = n, .n = Hp, .k = z->D, .a_rows = key, .a_k = 1, .b_rows = turned, .c = x, .ldc = Hp});
+    const KERNEL(panel_product)
+        product = {.m = n, .n = Hp, .k = z->D, .a_rows = key, .a_k = 1, .b_rows = turned, .c = x, .ldc = Hp};
+    KERNEL(panel_multiply)(&product);
 }
 
 /* out [H, D] = weights times keys, weight of key i and head h at weight[i * ld + h]. */
 static void KERNEL(weighted)(const attention_sizes *z, int64_t n, const REAL *weight, int64_t ld,
                              const REAL *const *key, REAL *out) {
-    KERNEL(panel_multiply)
-    (&(KERNEL(panel_product)){.m = z->H,
-                              .n = z->D,
-                              .k = n,
-                              .a = weight,
-                              .a_row = 1,
-                              .a_k = ld,
-                              .b_rows = key,
-                              .c = out,
-                              .ldc = z->D});
-}
-
-/* teacher[place] from the exponentials e [n, Hp] of the chosen rows, each head shifted by its `top`. `share`
- * holds the heads' log of what e's columns are to be divided by, relative to top; it is used up. */
-static void KERNEL(teach)(const attention_sizes *z, int64_t n, int64_t Hp, const REAL *e, double *share,
-                          REAL *factor, const int64_t *place, REAL *teacher) {
-    double largest = -INFINITY, sum = 0;
-    for (int64_t h = 0; h < z->H; h++) largest = fmax(largest, -share[h]);
-    for (int64_t h = 0; h < z->H; h++) share[h] = -share[h] - largest;
-    cg_exp_f64(z->H, share, share);
-    for (int64_t h = 0; h < Hp; h++) factor[h] = h < z->H ? (REAL)share[h] : 0;
-    for (int64_t k = 0; k < z->K; k++) teacher[k] = 0;
-    for (int64_t i = 0; i < n; i++) {
-        REAL mass = 0;
-#pragma omp simd reduction(+ : mass)
-        for (int64_t h = 0; h < z->H; h++) mass += e[i * Hp + h] * factor[h];
-        teacher[place[i]] = mass;
-        sum += mass;
-    }
-    const REAL inverse = (REAL)(1 / sum);
-    for (int64_t i = 0; i < n; i++) teacher[place[i]] *= inverse;
+    const KERNEL(panel_product) product = {
+        .m = z->H, .n = z->D, .k = n, .a = weight, .a_row = 1, .a_k = ld, .b_rows = key, .c = out, .ldc = z->D};
+    KERNEL(panel_multiply)(&product);
 }
 
 /* Softmax of row t in place: x becomes weights. Window and chosen rows are shifted by a largest logit of their
@@ -734,24 +589,16 @@ static void KERNEL(softmax_row)(const attention_sizes *z, cg_teacher mode,
         double window = top_window[h], all = fmax(window, top_chosen[h]);
         window_lse[h] = (REAL)(window + v[h]);
         lse[h] = (REAL)(all + v[H + h]);
-        v[h] =
-            all - top_chosen[h] + v[H + h]; /* log of the denominator, relative to the largest chosen logit */
     }
-    if (teacher && nc == 0) memset(teacher, 0, (size_t)z->K * sizeof(REAL));
+    if (teacher) memset(teacher, 0, (size_t)z->K * sizeof(REAL));
     if (teacher && nc > 0) {
-        if (mode != CG_TEACHER_FULL) {
-            for (int64_t h = 0; h < H; h++) {
-                double above = mode == CG_TEACHER_SINK ? fmax(sink[h] - (double)top_chosen[h], 0) : 0;
-                v[h] = above;
-                v[H + h] = mode == CG_TEACHER_SINK ? sink[h] - (double)top_chosen[h] - above : -INFINITY;
-                v[2 * H + h] = -above;
-            }
-            cg_exp_f64(2 * H, v + H, v + H);
-            for (int64_t h = 0; h < H; h++) v[H + h] += sum_chosen[h] * v[2 * H + h];
-            cg_log_f64(H, v + H, v + H);
-            for (int64_t h = 0; h < H; h++) v[h] += v[H + h];
-        }
-        KERNEL(teach)(z, nc, Hp, chosen, v, s->a, s->place, teacher);
+        /* in the full mode window and sink are the rest of the denominator: their exact log-sum is at hand */
+        for (int64_t h = 0; h < H; h++)
+            v[h] = mode == CG_TEACHER_FULL   ? top_window[h] + v[h]
+                   : mode == CG_TEACHER_SINK ? sink[h]
+                                             : -INFINITY;
+        KERNEL(panel_shares)(H, top_chosen, sum_chosen, v, v + 2 * H);
+        KERNEL(panel_teach)(H, nc, Hp, chosen, v + 2 * H, s->a, s->place, teacher);
     }
     for (int64_t h = 0; h < Hp; h++) {
         sum_window[h] = h < H ? (REAL)u[H + h] : 0;
@@ -798,14 +645,14 @@ typedef struct KERNEL(attention_partials) {
         *high; /* [runs] the compressed rows that a run may touch; the rest of its dckv stays unwritten */
 } KERNEL(attention_partials);
 
-static KERNEL(attention_partials) KERNEL(attention_partials_of)(carver *from, const attention_sizes *z) {
+static KERNEL(attention_partials) KERNEL(attention_partials_of)(panel_carver *from, const attention_sizes *z) {
     const attention_runs runs = runs_of(z->T, z->W);
     KERNEL(attention_partials) partials;
-    partials.dckv = carve(from, runs.count * z->C * z->D, sizeof(REAL));
-    partials.halo = carve(from, runs.count * runs.halo * z->D, sizeof(REAL));
-    partials.dsink = carve(from, runs.count * z->H, sizeof(double));
-    partials.low = carve(from, runs.count, sizeof(int64_t));
-    partials.high = carve(from, runs.count, sizeof(int64_t));
+    partials.dckv = panel_carve(from, runs.count * z->C * z->D, sizeof(REAL));
+    partials.halo = panel_carve(from, runs.count * runs.halo * z->D, sizeof(REAL));
+    partials.dsink = panel_carve(from, runs.count * z->H, sizeof(double));
+    partials.low = panel_carve(from, runs.count, sizeof(int64_t));
+    partials.high = panel_carve(from, runs.count, sizeof(int64_t));
     return partials;
 }
 
@@ -877,16 +724,16 @@ static void KERNEL(attention_run_grad)(const cg_run_args *args, const attention_
         }
         for (int64_t i = 0; i < keys.n_chosen; i++)
             s->dkey[keys.n_window + i] = dckv + z->topk[t * z->K + s->place[i]] * D;
-        KERNEL(panel_multiply)
-        (&(KERNEL(panel_product)){.m = n,
-                                  .n = D,
-                                  .k = 2 * Hp,
-                                  .a = s->pair,
-                                  .a_row = 2 * Hp,
-                                  .a_k = 1,
-                                  .b_rows = s->gq_rows,
-                                  .c_rows = s->dkey,
-                                  .add = true});
+        const KERNEL(panel_product) product = {.m = n,
+                                               .n = D,
+                                               .k = 2 * Hp,
+                                               .a = s->pair,
+                                               .a_row = 2 * Hp,
+                                               .a_k = 1,
+                                               .b_rows = s->gq_rows,
+                                               .c_rows = s->dkey,
+                                               .add = true};
+        KERNEL(panel_multiply)(&product);
     }
 }
 
@@ -897,9 +744,9 @@ static bool KERNEL(csa_attention_grad)(const cg_run_args *args) {
     if (!rows_fit(args)) return false;
     REAL *dkv = args->out[1].data, *dsink = args->out[2].data,
          *dckv = args->n_out > 3 ? args->out[3].data : NULL;
-    carver slot = {0}, all = {args->workspace, 0};
+    panel_carver slot = {0}, all = {args->workspace, 0};
     KERNEL(attention_scratch_of)(&slot, &z, true);
-    carve(&all, cg_thread_slots(), slot.used);
+    panel_carve(&all, cg_thread_slots(), slot.used);
     const KERNEL(attention_partials) partials = KERNEL(attention_partials_of)(&all, &z);
 #pragma omp parallel if (z.T * z.H * D > 4096)
     {

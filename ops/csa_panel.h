@@ -31,6 +31,19 @@ static inline int64_t panel_heads(int64_t heads, size_t real_bytes) {
     int64_t lanes = panel_bytes(heads, real_bytes) / (int64_t)real_bytes;
     return (heads + lanes - 1) / lanes * lanes;
 }
+
+/* Workspace in aligned pieces: counted with base NULL when a plan is made, handed out by the same calls in the
+ * kernel, so that the two cannot differ. */
+typedef struct panel_carver {
+    char *base;
+    size_t used;
+} panel_carver;
+
+static inline void *panel_carve(panel_carver *from, int64_t count, size_t element) {
+    void *piece = from->base ? from->base + from->used : NULL;
+    from->used += ((size_t)count * element + 63) & ~(size_t)63;
+    return piece;
+}
 #endif
 
 typedef struct KERNEL(panel_product) {
@@ -291,5 +304,43 @@ static void KERNEL(panel_transpose)(int64_t H, int64_t D, int64_t heads, REAL fa
             for (int64_t u = 0; u < STEP; u++) to[d * heads + h + u] = factor * x[(h + u) * D + d];
     for (; h < H; h++)
         for (int64_t d = 0; d < D; d++) to[d * heads + h] = factor * x[h * D + d];
+}
+/* ---- the teacher of one row ---- */
+
+/* share[h] = log of the heads' mass on the listed keys, up to a term that all heads share: each head's
+ * exponentials are taken relative to its largest logit `top`, `sum` is their sum, and rest[h] is the log of
+ * what else stands in its denominator. rest is [2 * H]; it is used up. */
+static void KERNEL(panel_shares)(int64_t H, const REAL *top, const REAL *sum, double *rest, double *share) {
+    /* log(exp(gap) + sum) = above + log(exp(gap - above) + sum exp(-above)), gap = rest - top */
+    for (int64_t h = 0; h < H; h++) {
+        double gap = rest[h] - top[h], above = fmax(gap, 0);
+        rest[h] = gap - above;
+        rest[H + h] = share[h] = -above;
+    }
+    cg_exp_f64(2 * H, rest, rest);
+    for (int64_t h = 0; h < H; h++) rest[h] += sum[h] * rest[H + h];
+    cg_log_f64(H, rest, rest);
+    for (int64_t h = 0; h < H; h++) share[h] -= rest[h];
+}
+
+/* teacher[place[i]] for the n keys of a list from their exponentials e [n, Hp]; `share` is used up, and
+ * `factor` is [Hp] of scratch. Other places are left alone. Every head is shifted by the largest share, so that
+ * the sum is at least 1 before it is divided away. */
+static void KERNEL(panel_teach)(int64_t H, int64_t n, int64_t Hp, const REAL *e, double *share, REAL *factor,
+                                const int64_t *place, REAL *teacher) {
+    double largest = -INFINITY, sum = 0;
+    for (int64_t h = 0; h < H; h++) largest = fmax(largest, share[h]);
+    for (int64_t h = 0; h < H; h++) share[h] -= largest;
+    cg_exp_f64(H, share, share);
+    for (int64_t h = 0; h < Hp; h++) factor[h] = h < H ? (REAL)share[h] : 0;
+    for (int64_t i = 0; i < n; i++) {
+        REAL mass = 0;
+#pragma omp simd reduction(+ : mass)
+        for (int64_t h = 0; h < H; h++) mass += e[i * Hp + h] * factor[h];
+        teacher[place[i]] = mass;
+        sum += mass;
+    }
+    const REAL inverse = (REAL)(1 / sum);
+    for (int64_t i = 0; i < n; i++) teacher[place[i]] *= inverse;
 }
 #undef PANEL_INLINE

@@ -112,69 +112,42 @@ static bool segment_rows_run(const cg_run_args *args) {
 
 static cg_cost segment_rows_cost(const cg_node *node) { return (cg_cost){.bytes = cg_node_bytes(node)}; }
 
-#define OFFSETS(...)                                                                                           \
-    {                                                                                                          \
-        .shape = CG_DIMS(sizeof((int32_t[]){__VA_ARGS__}) / sizeof(int32_t)), .i32 = (const int32_t[]) {       \
-            __VA_ARGS__                                                                                        \
-        }                                                                                                      \
-    }
+/* clang-format off */
+#define OFFSETS(...) { .shape = CG_DIMS(sizeof((int32_t[]){__VA_ARGS__}) / sizeof(int32_t)), .i32 = (const int32_t[]) { __VA_ARGS__ } }
 
 static const cg_case segment_rows_cases[] = {
     {.name = "padding", .in = {OFFSETS(0, 5, 5, 9), OFFSETS(4, 0, 4)}, .attr = &(segment_rows_attr){11, 2, 6}},
-    {.name = "all real",
-     .in = {OFFSETS(0, 3, 8, 15), {.absent = true}},
-     .attr = &(segment_rows_attr){15, 4, 3}},
-    {.name = "empty segments",
-     .in = {OFFSETS(0, 0, 4, 4), {.absent = true}},
-     .attr = &(segment_rows_attr){4, 4, 1}},
+    {.name = "all real", .in = {OFFSETS(0, 3, 8, 15), {.absent = true}}, .attr = &(segment_rows_attr){15, 4,
+     3}},
+    {.name = "empty segments", .in = {OFFSETS(0, 0, 4, 4), {.absent = true}}, .attr = &(segment_rows_attr){4,
+     4, 1}},
     {.name = "no segment", .in = {OFFSETS(0), {.absent = true}}, .attr = &(segment_rows_attr){3, 4, 1}},
     {.name = "no row", .in = {OFFSETS(0, 0), {.absent = true}}, .attr = &(segment_rows_attr){0, 4, 0}},
     {.name = "no compression", .in = {OFFSETS(0, 3), {.absent = true}}, .attr = &(segment_rows_attr){3, 0, 0}},
-    {.name = "first offset",
-     .in = {OFFSETS(1, 3), {.absent = true}},
-     .attr = &(segment_rows_attr){3, 2, 1},
+    {.name = "first offset", .in = {OFFSETS(1, 3), {.absent = true}}, .attr = &(segment_rows_attr){3, 2, 1},
      .run_error = "cu_seqlens[0] is 1, expected 0"},
-    {.name = "decreasing",
-     .in = {OFFSETS(0, 3, 2), {.absent = true}},
-     .attr = &(segment_rows_attr){3, 2, 1},
+    {.name = "decreasing", .in = {OFFSETS(0, 3, 2), {.absent = true}}, .attr = &(segment_rows_attr){3, 2, 1},
      .run_error = "cu_seqlens[2] is 2, expected at least 3"},
-    {.name = "beyond the rows",
-     .in = {OFFSETS(0, 4), {.absent = true}},
-     .attr = &(segment_rows_attr){3, 2, 1},
+    {.name = "beyond the rows", .in = {OFFSETS(0, 4), {.absent = true}}, .attr = &(segment_rows_attr){3, 2, 1},
      .run_error = "cu_seqlens[1] is 4, expected at most the 3 rows"},
-    {.name = "real length",
-     .in = {OFFSETS(0, 2, 3), OFFSETS(2, 2)},
-     .attr = &(segment_rows_attr){3, 2, 1},
+    {.name = "real length", .in = {OFFSETS(0, 2, 3), OFFSETS(2, 2)}, .attr = &(segment_rows_attr){3, 2, 1},
      .run_error = "seqlens[1] is 2, expected 0 to the 1 rows"},
-    {.name = "capacity",
-     .in = {OFFSETS(0, 4, 9), {.absent = true}},
-     .attr = &(segment_rows_attr){9, 4, 1},
+    {.name = "capacity", .in = {OFFSETS(0, 4, 9), {.absent = true}}, .attr = &(segment_rows_attr){9, 4, 1},
      .run_error = "2 compressed rows at ratio 4, but the capacity is 1"},
-    {.name = "no offset",
-     .in = {{.shape = CG_DIMS(0), .i32 = (const int32_t[]){0}}, {.absent = true}},
-     .attr = &(segment_rows_attr){3, 2, 1},
-     .refuses = "expected at least the first offset"},
-    {.name = "lengths",
-     .in = {OFFSETS(0, 2, 3), OFFSETS(2)},
-     .attr = &(segment_rows_attr){3, 2, 1},
+    {.name = "no offset", .in = {{.shape = CG_DIMS(0), .i32 = (const int32_t[]){0}}, {.absent = true}},
+     .attr = &(segment_rows_attr){3, 2, 1}, .refuses = "expected at least the first offset"},
+    {.name = "lengths", .in = {OFFSETS(0, 2, 3), OFFSETS(2)}, .attr = &(segment_rows_attr){3, 2, 1},
      .refuses = "segments of cu_seqlens"},
-    {.name = "wrong dtype",
-     .in = {{.shape = CG_DIMS(2), .i32 = (const int32_t[]){0, 3}, .wrong_dtype = true}, {.absent = true}},
-     .attr = &(segment_rows_attr){3, 2, 1},
-     .refuses = "cu_seqlens is f32, expected i32"},
-    {.name = "ratio",
-     .in = {OFFSETS(0, 3), {.absent = true}},
-     .attr = &(segment_rows_attr){3, -1, 1},
+    {.name = "wrong dtype", .in = {{.shape = CG_DIMS(2), .i32 = (const int32_t[]){0, 3}, .wrong_dtype = true},
+     {.absent = true}}, .attr = &(segment_rows_attr){3, 2, 1}, .refuses = "cu_seqlens is f32, expected i32"},
+    {.name = "ratio", .in = {OFFSETS(0, 3), {.absent = true}}, .attr = &(segment_rows_attr){3, -1, 1},
      .refuses = "ratio is -1"},
-    {.name = "negative capacity",
-     .in = {OFFSETS(0, 3), {.absent = true}},
-     .attr = &(segment_rows_attr){3, 2, -1},
-     .refuses = "capacity is -1"},
-    {.name = "negative rows",
-     .in = {OFFSETS(0, 3), {.absent = true}},
-     .attr = &(segment_rows_attr){-1, 2, 1},
+    {.name = "negative capacity", .in = {OFFSETS(0, 3), {.absent = true}}, .attr = &(segment_rows_attr){3, 2,
+     -1}, .refuses = "capacity is -1"},
+    {.name = "negative rows", .in = {OFFSETS(0, 3), {.absent = true}}, .attr = &(segment_rows_attr){-1, 2, 1},
      .refuses = "n_rows is -1"},
 };
+/* clang-format on */
 
 const cg_op cg_op_segment_rows = {
     .name = "segment_rows",

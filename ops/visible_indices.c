@@ -44,38 +44,29 @@ static bool visible_indices_run(const cg_run_args *args) {
 
 static cg_cost visible_indices_cost(const cg_node *node) { return (cg_cost){.bytes = cg_node_bytes(node)}; }
 
+/* clang-format off */
 static const int32_t three_rows[] = {0, 0, 0, 0, 1, 0, 1, 0, 2, 1, 2, -1, 2, 0, 0};
 
 static const cg_case visible_indices_cases[] = {
-    {.name = "odd",
-     .in = {{.shape = CG_DIMS(3, CG_ROW_FIELDS), .i32 = three_rows}},
+    {.name = "odd", .in = {{.shape = CG_DIMS(3, CG_ROW_FIELDS), .i32 = three_rows}},
      .attr = &(visible_indices_attr){3}},
-    {.name = "exact width",
-     .in = {{.shape = CG_DIMS(3, CG_ROW_FIELDS), .i32 = three_rows}},
+    {.name = "exact width", .in = {{.shape = CG_DIMS(3, CG_ROW_FIELDS), .i32 = three_rows}},
      .attr = &(visible_indices_attr){2}},
-    {.name = "no width",
-     .in = {{.shape = CG_DIMS(1, CG_ROW_FIELDS), .i32 = three_rows}},
+    {.name = "no width", .in = {{.shape = CG_DIMS(1, CG_ROW_FIELDS), .i32 = three_rows}},
      .attr = &(visible_indices_attr){0}},
-    {.name = "no row",
-     .in = {{.shape = CG_DIMS(0, CG_ROW_FIELDS), .i32 = three_rows}},
+    {.name = "no row", .in = {{.shape = CG_DIMS(0, CG_ROW_FIELDS), .i32 = three_rows}},
      .attr = &(visible_indices_attr){3}},
-    {.name = "too narrow",
-     .in = {{.shape = CG_DIMS(3, CG_ROW_FIELDS), .i32 = three_rows}},
+    {.name = "too narrow", .in = {{.shape = CG_DIMS(3, CG_ROW_FIELDS), .i32 = three_rows}},
      .attr = &(visible_indices_attr){1},
      .run_error = "row 1 sees 2 compressed rows, expected 0 to the width 1"},
-    {.name = "fields",
-     .in = {{.shape = CG_DIMS(3, 4), .i32 = three_rows}},
-     .attr = &(visible_indices_attr){1},
+    {.name = "fields", .in = {{.shape = CG_DIMS(3, 4), .i32 = three_rows}}, .attr = &(visible_indices_attr){1},
      .refuses = "fields of a row"},
-    {.name = "negative width",
-     .in = {{.shape = CG_DIMS(3, CG_ROW_FIELDS), .i32 = three_rows}},
-     .attr = &(visible_indices_attr){-1},
-     .refuses = "width is -1"},
-    {.name = "wrong dtype",
-     .in = {{.shape = CG_DIMS(3, CG_ROW_FIELDS), .i32 = three_rows, .wrong_dtype = true}},
-     .attr = &(visible_indices_attr){1},
-     .refuses = "rows is f32, expected i32"},
+    {.name = "negative width", .in = {{.shape = CG_DIMS(3, CG_ROW_FIELDS), .i32 = three_rows}},
+     .attr = &(visible_indices_attr){-1}, .refuses = "width is -1"},
+    {.name = "wrong dtype", .in = {{.shape = CG_DIMS(3, CG_ROW_FIELDS), .i32 = three_rows,
+     .wrong_dtype = true}}, .attr = &(visible_indices_attr){1}, .refuses = "rows is f32, expected i32"},
 };
+/* clang-format on */
 
 const cg_op cg_op_visible_indices = {
     .name = "visible_indices",
