@@ -125,8 +125,8 @@ static bool make_steps(cg_exec *exec, cg_error *error) {
                                    .out = step->tensors + node->n_in,
                                    .attr = node->attr};
         if (!node->op->alias && !node->op->run[cg_node_dtype(node)])
-            return cg_fail(error, CG_BAD_INPUT, "%s: %s has no kernel for %s", node->scope, node->op->name,
-                           cg_dtype_name(cg_node_dtype(node)));
+            return cg_fail(error, CG_BAD_INPUT, "%s%s%s has no kernel for %s", node->scope,
+                           node->scope[0] ? ": " : "", node->op->name, cg_dtype_name(cg_node_dtype(node)));
     }
     return exec->steps || cg_fail(error, CG_FAILED, "out of memory while an executor is made");
 }
@@ -148,6 +148,21 @@ static bool make_arena(cg_exec *exec, cg_error *error) {
     return true;
 }
 
+/* Originals that died before their clones would be compared with whatever lies there by then. */
+static bool originals_are_kept(const cg_plan *plan, cg_error *error) {
+    for (int t = 0; t < plan->n_steps; t++) {
+        const cg_node *clone = plan->steps[t];
+        if (clone->pass != CG_RECOMPUTE) continue;
+        for (int s = 0; s < clone->n_out; s++) {
+            int original = plan->storage_of[clone->cause->out[s]->id];
+            if (original >= 0 && plan->storages[original].last < t)
+                return cg_fail(error, CG_BAD_INPUT,
+                               "verify_recompute needs a plan made with keep_cloned_originals");
+        }
+    }
+    return true;
+}
+
 cg_exec *cg_exec_new(const cg_plan *plan, const cg_exec_options *options, cg_error *error) {
     cg_exec *exec = calloc(1, sizeof *exec);
     if (!exec) {
@@ -159,6 +174,7 @@ cg_exec *cg_exec_new(const cg_plan *plan, const cg_exec_options *options, cg_err
     exec->data = calloc((size_t)plan->n_storages + 1, sizeof *exec->data);
     bool ok = exec->data || cg_fail(error, CG_FAILED, "out of memory while an executor is made");
     ok = ok && make_steps(exec, error);
+    if (ok && exec->options.verify_recompute) ok = originals_are_kept(plan, error);
     if (ok && exec->options.separate) {
         for (int s = 0; ok && s < plan->n_storages; s++) {
             const cg_value *value = plan->storages[s].value;
@@ -188,7 +204,7 @@ void cg_exec_free(cg_exec *exec) {
 
 void cg_exec_bind(cg_exec *exec, const cg_value *leaf, void *data) {
     int s = exec->plan->storage_of[leaf->id];
-    if (s < 0) return;
+    if (s < 0 || !leaf->external) return;
     exec->data[s] = data;
     if (!exec->options.separate)
         for (int t = 0; t < exec->plan->n_steps; t++) point(exec, t);
@@ -257,6 +273,21 @@ static bool verify_clone(cg_exec *exec, int t, cg_error *error) {
     return true;
 }
 
+/* Without memory a kernel would crash: a leaf that was not lent, or, in separate blocks, a value of a pass that
+ * did not run before. */
+static bool has_inputs(const cg_exec *exec, int t, cg_error *error) {
+    const cg_node *node = exec->plan->steps[t];
+    for (int i = 0; i < node->n_in; i++) {
+        if (!node->in[i] || exec->steps[t].tensors[i].data) continue;
+        char name[256];
+        return cg_fail(error, CG_BAD_INPUT, "%s has no memory: %s",
+                       cg_value_text(node->in[i], name, sizeof name),
+                       cg_value_root(node->in[i])->external ? "bind it with cg_exec_bind"
+                                                            : "the pass that computes it did not run before");
+    }
+    return true;
+}
+
 static double now_us(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -275,10 +306,11 @@ static bool run_step(cg_exec *exec, int t, cg_error *error) {
     }
     bool ok = true;
     if (!node->op->alias) {
-        if (exec->options.poison) poison(exec, t);
+        ok = has_inputs(exec, t, error);
+        if (ok && exec->options.poison) poison(exec, t);
         double start = exec->watcher ? now_us() : 0;
         step->args.error = error;
-        ok = node->op->run[cg_node_dtype(node)](&step->args);
+        ok = ok && node->op->run[cg_node_dtype(node)](&step->args);
         if (exec->watcher) exec->watcher(exec->watcher_context, t, node, now_us() - start);
         if (!ok) cg_fail(error, CG_FAILED, "failed");
         if (ok && exec->options.verify_recompute && node->pass == CG_RECOMPUTE)
@@ -292,12 +324,19 @@ static bool run_step(cg_exec *exec, int t, cg_error *error) {
     return ok;
 }
 
+static bool runs_now(const cg_node *node, unsigned passes) {
+    if (!(passes & CG_PASS_BIT(node->pass))) return false;
+    return !(passes & CG_HOLD_CHOICES) || node->op->replay != CG_REPLAY_CHOICE;
+}
+
 bool cg_exec_run(cg_exec *exec, unsigned passes, cg_error *error) {
-    for (int t = 0; t < exec->plan->n_steps; t++) {
-        const cg_node *node = exec->plan->steps[t];
-        if (!(passes & CG_PASS_BIT(node->pass))) continue;
-        if ((passes & CG_HOLD_CHOICES) && node->op->replay == CG_REPLAY_CHOICE) continue;
-        if (!run_step(exec, t, error)) return false;
-    }
+    const cg_plan *plan = exec->plan;
+    if (exec->options.separate) /* what an earlier run left and this one makes again is not alive until then */
+        for (int s = 0; s < plan->n_storages; s++) {
+            const cg_value *value = plan->storages[s].value;
+            if (value && value->producer && runs_now(value->producer, passes)) block_free(exec, s);
+        }
+    for (int t = 0; t < plan->n_steps; t++)
+        if (runs_now(plan->steps[t], passes) && !run_step(exec, t, error)) return false;
     return true;
 }

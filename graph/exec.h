@@ -19,7 +19,8 @@ typedef struct cg_exec_options {
 cg_exec *cg_exec_new(const cg_plan *plan, const cg_exec_options *options, cg_error *error);
 void cg_exec_free(cg_exec *exec);
 
-/* Lend the memory of an external leaf. */
+/* Lend the memory of an external leaf; other leaves have memory of their own and stay as they are. A run that
+ * reads an external leaf without memory fails. */
 void cg_exec_bind(cg_exec *exec, const cg_value *leaf, void *data);
 
 /* Memory of a leaf, or of a kept value after a run. NULL for what the plan does not hold. */
