@@ -3,6 +3,7 @@
 #ifndef CG_OPS_INDEXER_H
 #define CG_OPS_INDEXER_H
 
+#include "core/gemm.h"
 #include "core/threads.h"
 #include "ops/ops.h"
 
@@ -72,6 +73,38 @@ static inline double cg_reduction_divisor(cg_reduction reduction, const int32_t 
 /* Bytes of scratch that key_grads of ops/indexer_kernels.h needs beside its results: `dots`. */
 static inline size_t cg_key_dots_bytes(int64_t Hi, size_t real) {
     return (size_t)(CG_KEY_TILE * cg_ceil_div(Hi, CG_LANES) * CG_LANES) * real;
+}
+
+/* Compressed rows that count for row t: what it sees if it is real. */
+static inline int64_t cg_row_seen(const int32_t *rows, int64_t t) {
+    return rows[t * CG_ROW_FIELDS + CG_ROW_REAL] ? rows[t * CG_ROW_FIELDS + CG_ROW_VISIBLE] : 0;
+}
+
+/* Cuts of ops/dense_teacher.h: rows and keys of one tile of logits, so that it stays in the second-level cache
+ * whatever the number of heads. */
+enum { CG_TEACHER_KEYS = 128, CG_TEACHER_HEADS = 128 };
+static inline int64_t cg_teacher_rows(int64_t H) {
+    return H >= CG_TEACHER_HEADS ? 1 : H * 16 <= CG_TEACHER_HEADS ? 16 : CG_TEACHER_HEADS / H;
+}
+
+/* Scratch of the tile products: the largest of whole and rest in both directions. */
+static inline size_t cg_teacher_gemm_bytes(cg_dtype dtype, int64_t T, int64_t H, int64_t D, int64_t C) {
+    const int64_t block = cg_teacher_rows(H), rows[2] = {T < block ? 0 : block, T % block};
+    const int64_t keys[2] = {C < CG_TEACHER_KEYS ? 0 : CG_TEACHER_KEYS, C % CG_TEACHER_KEYS};
+    size_t most = 0;
+    for (int i = 0; i < 4; i++) {
+        cg_gemm logits = cg_gemm_dense(dtype, false, true, rows[i / 2] * H, keys[i % 2], D);
+        const size_t bytes = cg_gemm_serial_workspace(&logits);
+        if (bytes > most) most = bytes;
+    }
+    return most;
+}
+
+/* All scratch of one thread. */
+static inline size_t cg_teacher_bytes(cg_dtype dtype, int64_t T, int64_t H, int64_t D, int64_t C) {
+    const size_t real = cg_dtype_bytes(dtype), heads = (size_t)(cg_teacher_rows(H) * H);
+    return cg_align_bytes(heads * CG_TEACHER_KEYS * real) + 2 * cg_align_bytes(heads * real) +
+           cg_align_bytes(cg_teacher_gemm_bytes(dtype, T, H, D, C));
 }
 
 /* The checks that infer of several ops makes. */

@@ -14,7 +14,6 @@
  */
 #ifndef REAL
 
-#include "core/gemm.h"
 #include "ops/indexer.h"
 
 static bool head_scores_expect(cg_infer *infer, int i) {
