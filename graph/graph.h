@@ -135,8 +135,9 @@ bool cg_autodiff(cg_graph *graph, cg_value *const *outputs, cg_value *const *see
  * and whose output is read in backward is cloned there, right before its first reader, together with the
  * matching nodes it needs. Readers form groups: consecutive backward nodes of one scope share a clone, others
  * get their own, so a clone never lives from one scope to another. Nodes that choose are never cloned. Refuses
- * an op name that no op has, and naming a choice. Returns the number of clones through n_clones (may be NULL).
- * Call after cg_autodiff. */
+ * an op name that no op has, naming a choice, a scope in which nothing lies, and cloning a node that reads a
+ * leaf which was changed in between. Returns the number of clones through n_clones (may be NULL). Call after
+ * cg_autodiff. */
 bool cg_recompute(cg_graph *graph, const char *policy, int *n_clones);
 
 #endif

@@ -58,6 +58,22 @@ static bool pattern_is_known(cg_graph *graph, const char *pattern) {
     return false;
 }
 
+/* The same for scopes: some forward node must be there. */
+static bool scope_is_known(cg_graph *graph, const char *pattern) {
+    for (int n = 0; n < graph->n_nodes; n++)
+        if (graph->nodes[n]->pass == CG_FORWARD && scope_matches(pattern, graph->nodes[n]->scope)) return true;
+    if (!*pattern) return true;
+    const char **names = calloc((size_t)graph->n_nodes + 1, sizeof *names);
+    int n_names = 0;
+    for (int n = 0; names && n < graph->n_nodes; n++)
+        if (graph->nodes[n]->pass == CG_FORWARD) names[n_names++] = graph->nodes[n]->scope;
+    const char *near = names ? cg_suggest(pattern, names, n_names) : NULL;
+    free(names);
+    cg_graph_fail(graph, "recompute policy: no scope matches %s%s%s%s", pattern, near ? "; did you mean " : "",
+                  near ? near : "", near ? "?" : "");
+    return false;
+}
+
 static int parse_policy(cg_graph *graph, const char *policy, policy_term *terms) {
     int n = 0;
     for (const char *p = policy; *p;) {
@@ -68,15 +84,18 @@ static int parse_policy(cg_graph *graph, const char *policy, policy_term *terms)
                           sizeof term - 1);
             return -1;
         }
+        const char *whole = p;
         memcpy(term, p, length);
         term[length] = 0;
         p += length + (p[length] == ';');
         if (!length) continue;
         char *at = strchr(term, '@');
         if (at) *at++ = 0;
-        if (strlen(term) >= sizeof terms[n].ops || (at && strlen(at) >= sizeof terms[n].scope) ||
-            (at && !*at) || !*term) {
-            cg_graph_fail(graph, "recompute policy: expected OP[,OP...][@SCOPE], got %.*s", (int)length, p);
+        bool no_op = !*term || term[0] == ',' || term[strlen(term) - 1] == ',' || strstr(term, ",,");
+        if (no_op || (at && !*at) || strlen(term) >= sizeof terms[n].ops ||
+            (at && strlen(at) >= sizeof terms[n].scope)) {
+            cg_graph_fail(graph, "recompute policy: expected OP[,OP...][@SCOPE], got \"%.*s\"", (int)length,
+                          whole);
             return -1;
         }
         strcpy(terms[n].ops, term);
@@ -84,6 +103,7 @@ static int parse_policy(cg_graph *graph, const char *policy, policy_term *terms)
         n++;
         for (char *save = NULL, *op = strtok_r(term, ",", &save); op; op = strtok_r(NULL, ",", &save))
             if (!pattern_is_known(graph, op)) return -1;
+        if (!scope_is_known(graph, terms[n - 1].scope)) return -1;
     }
     return n;
 }
@@ -101,10 +121,39 @@ typedef struct rewrite {
     int n_terms;
     cg_value **clone; /* by value id: its clone in the group at hand */
     int n_values;     /* before the rewrite: clones are never cloned again */
+    int *changed;     /* by value id: place of the last node so far that changed this leaf, -1: none */
     cg_node **order;  /* the new sequence */
-    int n_order;
+    int n_order, order_capacity;
     int n_clones;
 } rewrite;
+
+static bool append(rewrite *r, cg_node *node) {
+    if (r->n_order == r->order_capacity) {
+        int larger = 2 * r->order_capacity + 256;
+        cg_node **order = realloc(r->order, (size_t)larger * sizeof *order);
+        if (!order) {
+            cg_graph_fail(r->graph, "out of memory in recompute");
+            return false;
+        }
+        r->order = order;
+        r->order_capacity = larger;
+    }
+    r->order[r->n_order++] = node;
+    return true;
+}
+
+/* A clone would read what a leaf holds now, its original read what it held before: not the same bits. */
+static bool inputs_are_unchanged(rewrite *r, const cg_node *node) {
+    for (int i = 0; i < node->n_in; i++) {
+        const cg_value *leaf = node->in[i] ? cg_value_root(node->in[i]) : NULL;
+        if (!leaf || !leaf->leaf || r->changed[leaf->id] < node->id) continue;
+        char name[256];
+        cg_graph_fail(r->graph, "recompute: %s cannot run again, %s was changed in between", node->op->name,
+                      cg_value_text(leaf, name, sizeof name));
+        return false;
+    }
+    return true;
+}
 
 /* A value that recompute rebuilds: made by a chosen node, possibly seen through reshapes. */
 static bool is_rebuilt(const rewrite *r, const cg_value *value) {
@@ -123,12 +172,16 @@ static cg_value *rebuild(rewrite *r, cg_value *value) {
     for (int i = 0; i < node->n_in; i++) in[i] = rebuild(r, node->in[i]);
     strcpy(r->graph->scope, node->scope);
     r->graph->cause = node;
+    if (!inputs_are_unchanged(r, node)) {
+        free(in);
+        return NULL;
+    }
     int place = r->graph->n_nodes;
     cg_apply(r->graph, node->op, node->attr, in, node->n_in);
     free(in);
     if (r->graph->error.code != CG_OK) return NULL;
     cg_node *clone = r->graph->nodes[place];
-    r->order[r->n_order++] = clone;
+    if (!append(r, clone)) return NULL;
     r->n_clones++;
     for (int s = 0; s < node->n_out; s++) {
         clone->out[s]->needs_grad = false;
@@ -145,42 +198,41 @@ bool cg_recompute(cg_graph *graph, const char *policy, int *n_clones) {
     if (n_terms <= 0) return graph->error.code == CG_OK;
     int n_nodes = graph->n_nodes;
     rewrite r = {.graph = graph, .terms = terms, .n_terms = n_terms, .n_values = graph->n_values};
-    r.clone = calloc((size_t)graph->n_values + 1, sizeof *r.clone);
-    /* a group clones a node at most once, and there are at most as many groups as backward nodes */
-    size_t order_size = 0, n_forward = 0, n_backward = 0;
-    for (int n = 0; n < n_nodes; n++) (graph->nodes[n]->pass == CG_FORWARD ? n_forward++ : n_backward++);
-    order_size = (size_t)n_nodes + n_forward * n_backward + 1;
-    r.order = r.clone ? malloc(order_size * sizeof *r.order) : NULL;
-    if (!r.order) {
-        free(r.clone);
-        cg_graph_fail(graph, "out of memory in recompute");
-        return false;
-    }
+    size_t n_values = (size_t)graph->n_values;
+    r.clone = calloc(n_values + 1, sizeof *r.clone);
+    r.changed = malloc((n_values + 1) * sizeof *r.changed);
+    if (!r.clone || !r.changed) cg_graph_fail(graph, "out of memory in recompute");
+    for (size_t v = 0; r.changed && v < n_values; v++) r.changed[v] = -1;
+    char outer_scope[sizeof graph->scope];
+    memcpy(outer_scope, graph->scope, sizeof outer_scope);
     graph->pass = CG_RECOMPUTE;
     const char *group = NULL;
     for (int n = 0; n < n_nodes && graph->error.code == CG_OK; n++) {
         cg_node *node = graph->nodes[n];
         if (node->pass == CG_BACKWARD) {
-            if (!group || strcmp(group, node->scope)) memset(r.clone, 0, (size_t)r.n_values * sizeof *r.clone);
+            if (!group || strcmp(group, node->scope)) memset(r.clone, 0, n_values * sizeof *r.clone);
             group = node->scope;
             for (int i = 0; i < node->n_in; i++) node->in[i] = rebuild(&r, node->in[i]);
         }
-        r.order[r.n_order++] = node;
+        for (int i = 0; i < node->n_in && i < CG_MAX_IN; i++)
+            if ((node->op->mutates & CG_BIT(i)) && node->in[i]) r.changed[cg_value_root(node->in[i])->id] = n;
+        append(&r, node);
     }
     graph->pass = CG_FORWARD;
     graph->cause = NULL;
-    graph->scope[0] = 0;
+    memcpy(graph->scope, outer_scope, sizeof outer_scope);
     bool ok = graph->error.code == CG_OK;
     if (ok) {
         free(graph->nodes);
         graph->nodes = r.order;
         graph->n_nodes = r.n_order;
-        graph->nodes_capacity = (int)order_size;
+        graph->nodes_capacity = r.order_capacity;
         for (int n = 0; n < graph->n_nodes; n++) graph->nodes[n]->id = n;
     } else {
         free(r.order);
     }
     free(r.clone);
+    free(r.changed);
     if (n_clones) *n_clones = r.n_clones;
     return ok;
 }

@@ -15,9 +15,11 @@ static const cg_op t_mul, t_relu, t_relu_grad, t_sum, t_fill, t_join, t_part, t_
 static inline int64_t t_count(const cg_value *value) { return cg_shape_count(&value->shape); }
 static inline int64_t t_size(const cg_tensor *tensor) { return cg_shape_count(&tensor->shape); }
 
-#define T_APPLY(op, attr, ...)                                                                                 \
+/* Apply an op to the listed inputs. */
+#define T_APPLY_IN(graph, op, attr, ...)                                                                       \
     cg_apply(graph, op, attr, (cg_value *[]){__VA_ARGS__},                                                     \
              (int)(sizeof((cg_value *[]){__VA_ARGS__}) / sizeof(void *)))
+#define T_APPLY(...) T_APPLY_IN(graph, __VA_ARGS__)
 
 /* Shape and dtype of input 0. */
 static inline bool t_like_first(cg_infer *infer) {
