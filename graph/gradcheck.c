@@ -187,11 +187,31 @@ static bool check_all(work *w, bool *nonzero, cg_gradcheck_report *report, cg_er
     return ok;
 }
 
+/* Everything is read as doubles, in memory that lasts until it is read. */
+static bool is_checkable(const cg_gradcheck *check, cg_error *error) {
+    cg_value *const *lists[] = {check->outputs, check->seeds, check->wrt, check->grads};
+    const int n[] = {check->n_outputs, check->n_outputs, check->n_wrt, check->n_wrt};
+    for (int l = 0; l < 4; l++)
+        for (int i = 0; i < n[l]; i++) {
+            char name[256];
+            const cg_value *value = lists[l][i];
+            if (value->dtype != CG_F64)
+                return cg_fail(error, CG_BAD_INPUT,
+                               "a gradient check needs f64, %s is %s: differences of f32 are mostly rounding",
+                               cg_value_text(value, name, sizeof name), cg_dtype_name(value->dtype));
+            if (!value->leaf && !value->keep)
+                return cg_fail(error, CG_BAD_INPUT, "a gradient check needs %s kept (cg_keep)",
+                               cg_value_text(value, name, sizeof name));
+        }
+    return true;
+}
+
 bool cg_gradcheck_run(const cg_gradcheck *check, bool *nonzero, cg_gradcheck_report *report, cg_error *error) {
     *report = (cg_gradcheck_report){0};
     bool any[256] = {false}, *seen = nonzero ? nonzero : any;
     if (!nonzero && check->n_wrt > 256)
         return cg_fail(error, CG_BAD_INPUT, "a gradient check of over 256 leaves");
+    if (!is_checkable(check, error)) return false;
     work w = {.check = check};
     bool ok = allocate(&w) || cg_fail(error, CG_FAILED, "out of memory in a gradient check");
     ok = ok && check_all(&w, seen, report, error);
