@@ -122,7 +122,7 @@ enum { FIRST = 132, SECOND = 19, PADDING = 3, BEHIND = 2, N_ROWS = FIRST + SECON
 /* The language-model loss is smooth here (its clamps are far away), so a long step keeps rounding small. The
  * indexer loss holds thousands of ReLUs: a step across one of them is off by too little to look like a kink and
  * by more than the bound, so steps are short. */
-static const double lm_step = 1e-4, indexer_step = 2e-6;
+static const double lm_step = 5e-5, indexer_step = 2e-6;
 
 /* Entries at a kink are not compared, so there must be few. */
 static const double most_kinks = 0.02;
