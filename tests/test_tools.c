@@ -323,11 +323,20 @@ START_TEST(train_two_steps) {
     snprintf(path, sizeof path, "%s/run/metrics.jsonl", folder);
     text = slurp(path);
     int n_lines = 0;
+    int64_t planned = 0;
     for (char *line = strtok(text, "\n"); line; line = strtok(NULL, "\n"), n_lines++) {
         json_t *object = json_loads(line, JSON_REJECT_DUPLICATES, NULL);
         if (!json_is_object(object)) ck_abort_msg("no JSON object: %s", line);
+        if (json_object_get(object, "step") && json_object_get(object, "lm_loss")) {
+            planned = number(object, "planned_peak_bytes");
+            ck_assert_int_eq(number(object, "measured_peak_bytes"), planned);
+        }
         json_decref(object);
     }
+    json_t *root =
+        good_json("plan --seq 32 --batch 2 --seed 3 --json"); /* plan speaks of the very step that ran */
+    ck_assert_int_eq(number(root, "planned_peak_bytes"), planned);
+    json_decref(root);
     ck_assert_int_ge(n_lines, 3);
     free(text);
     bad("train --steps 2 --out /proc/nowhere", 2, "/proc/nowhere");
