@@ -54,7 +54,8 @@ START_TEST(policies_that_are_refused) {
         {"relu;,mul", "expected OP[,OP...][@SCOPE], got \",mul\""},
         {"relu@layre0", "recompute policy: no scope matches layre0; did you mean layer0?"},
         {"relu@layer7", "no scope matches layer7; did you mean layer0?"},
-        {"relu@attn", "no scope matches attn"}, /* a pattern starts at the top */
+        {"relu@attn", "no scope matches attn"},           /* a pattern starts at the top */
+        {"relu@*/indexer", "no scope matches */indexer"}, /* * stays within one part of a scope */
         {"relu@*/*/*/*", "no scope matches */*/*/*"},
     };
     for (size_t k = 0; k < sizeof refused / sizeof *refused; k++) {
