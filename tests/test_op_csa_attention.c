@@ -370,18 +370,19 @@ END_TEST
 START_TEST(empty_places_come_first) {
     static const int sizes[] = {1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129};
     FOR_REAL(dtype)
-    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) for (int between = 0; between < 2; between++) {
-        int32_t topk[132];
-        for (int k = 0; k < 132; k++) topk[k] = -1;
-        topk[between ? 0 : sizes[i]] = 0;
-        topk[sizes[i] + 1] = 1;
-        by_hand x = s12;
-        x.topk = topk;
-        x.K = sizes[i] + 2;
-        answer a = answer_of(dtype, &x);
-        expect_s12(dtype, &a, 2);
-        bench_free(&a.b);
-    }
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (int between = 0; between < 2; between++) {
+            int32_t topk[132];
+            for (int k = 0; k < 132; k++) topk[k] = -1;
+            topk[between ? 0 : sizes[i]] = 0;
+            topk[sizes[i] + 1] = 1;
+            by_hand x = s12;
+            x.topk = topk;
+            x.K = sizes[i] + 2;
+            answer a = answer_of(dtype, &x);
+            expect_s12(dtype, &a, 2);
+            bench_free(&a.b);
+        }
 }
 END_TEST
 
@@ -676,6 +677,164 @@ START_TEST(visible_counts) {
 }
 END_TEST
 
+/* S16: padding may hold anything. Segment of 6 physical and 4 real rows; what the padding rows hold and see is
+ * NaN, and their output gradient is 0. */
+START_TEST(padding_may_hold_anything) {
+    enum { T = 9, H = 2, D = 3, C = 4 };
+    static const int32_t cu_seqlens[] = {0, 6, 9}, seqlens[] = {4, 3};
+    FOR_REAL(dtype) {
+        double *first[6] = {0};
+        bench benches[2];
+        for (int bad = 0; bad < 2; bad++) {
+            bench b = bench_new(dtype);
+            double q[T * H * D], kv[T * D], ckv[C * D], dout[T * H * D];
+            for (int i = 0; i < T * H * D; i++) {
+                bool padding = i / (H * D) == 4 || i / (H * D) == 5;
+                q[i] = padding && bad ? NAN : sin(1.0 + i);
+                dout[i] = padding ? 0 : cos(2.0 * i);
+            }
+            for (int i = 0; i < T * D; i++) kv[i] = bad && (i / D == 4 || i / D == 5) ? INFINITY : cos(5.0 * i);
+            for (int i = 0; i < C * D; i++) ckv[i] = bad && i / D == 2 ? NAN : sin(3.0 * i); /* rows 4 and 5 */
+            cg_value *vq = bench_real(&b, "q", CG_SHAPE(T, H, D), q),
+                     *vkv = bench_real(&b, "kv", CG_SHAPE(T, D), kv);
+            cg_value *vckv = bench_real(&b, "ckv", CG_SHAPE(C, D), ckv);
+            cg_value *sink = bench_real(&b, "sink", CG_SHAPE(H), (const double[]){0.5, -0.5});
+            cg_rows rows = cg_segment_rows(b.graph, bench_i32(&b, "cu_seqlens", CG_SHAPE(3), cu_seqlens),
+                                           bench_i32(&b, "seqlens", CG_SHAPE(2), seqlens), T, 2, C);
+            cg_attention a =
+                cg_csa_attention(b.graph, vq, vkv, vckv, sink, cg_visible_indices(b.graph, rows.rows, C),
+                                 rows.rows, 3, 0.7, CG_TEACHER_FULL);
+            cg_keep(a.teacher);
+            bench_backward(&b, a.out, dout);
+            bench_run(&b);
+            double *now[] = {bench_get(&b, a.out), bench_get(&b, a.teacher), bench_grad(&b, vq),
+                             bench_grad(&b, vkv),  bench_grad(&b, vckv),     bench_grad(&b, sink)};
+            const int widths[] = {H * D, C, H * D, D, D, H}, counts[] = {T, T, T, T, C, 1};
+            for (int k = 0; k < 6; k++) {
+                for (int r = 0; bad && r < counts[k];
+                     r++) /* of the outputs the real rows, of the gradients all */
+                    if (k > 0 || (r != 4 && r != 5))
+                        ck_assert_mem_eq(now[k] + r * widths[k], first[k] + r * widths[k],
+                                         sizeof(double) * (size_t)widths[k]);
+                if (!bad) first[k] = now[k];
+            }
+            benches[bad] = b;
+        }
+        bench_free(&benches[0]), bench_free(&benches[1]);
+    }
+}
+END_TEST
+
+/* ---- against the equations, in sizes that fill every block ---- */
+
+typedef struct plain_result {
+    double *out, *teacher, *dq, *dkv, *dckv, *dsink;
+} plain_result;
+
+/* One segment, one loop after the other, nothing shared with the kernels. */
+static plain_result plain_attention(int64_t T, int64_t H, int64_t D, int64_t C, int64_t K, int64_t W,
+                                    double scale, const double *q, const double *kv, const double *ckv,
+                                    const double *sink, const int32_t *topk, const double *dout) {
+    const int64_t most = W + K;
+    plain_result r = {.out = calloc((size_t)(T * H * D), 8),
+                      .teacher = calloc((size_t)(T * K), 8),
+                      .dq = calloc((size_t)(T * H * D), 8),
+                      .dkv = calloc((size_t)(T * D), 8),
+                      .dckv = calloc((size_t)(C * D), 8),
+                      .dsink = calloc((size_t)H, 8)};
+    double *x = calloc((size_t)most, 8);
+    for (int64_t t = 0; t < T; t++) {
+        double mass = 0;
+        for (int64_t h = 0; h < H; h++) {
+            const double *qh = q + (t * H + h) * D, *g = dout + (t * H + h) * D;
+            double *o = r.out + (t * H + h) * D, *dqh = r.dq + (t * H + h) * D, sum = exp(sink[h]), gp = 0;
+            for (int pass = 0; pass < 3; pass++) {
+                int64_t low = t - W + 1 > 0 ? t - W + 1 : 0, n = t - low + 1 + K;
+                for (int64_t i = 0; i < n; i++) {
+                    int64_t k = i - (n - K), j = k < 0 ? low + i : topk[t * K + k];
+                    if (j < 0) continue;
+                    const double *key = (k < 0 ? kv : ckv) + j * D;
+                    double *dkey = (k < 0 ? r.dkv : r.dckv) + j * D, dp = 0;
+                    if (pass == 0) {
+                        x[i] = 0;
+                        for (int64_t d = 0; d < D; d++) x[i] += scale * qh[d] * key[d];
+                        sum += exp(x[i]);
+                        continue;
+                    }
+                    double p = exp(x[i]) / sum;
+                    for (int64_t d = 0; d < D; d++) dp += g[d] * key[d];
+                    if (pass == 1) {
+                        for (int64_t d = 0; d < D; d++) o[d] += p * key[d];
+                        gp += p * dp;
+                        if (k >= 0) r.teacher[t * K + k] += p, mass += p;
+                        continue;
+                    }
+                    for (int64_t d = 0; d < D; d++) {
+                        dqh[d] += scale * p * (dp - gp) * key[d];
+                        dkey[d] += p * g[d] + scale * p * (dp - gp) * qh[d];
+                    }
+                }
+            }
+            r.dsink[h] -= exp(sink[h]) / sum * gp;
+        }
+        for (int64_t k = 0; k < K && mass > 0; k++) r.teacher[t * K + k] /= mass;
+    }
+    free(x);
+    return r;
+}
+
+START_TEST(as_the_equations_say) {
+    static const struct {
+        int64_t T, H, D, C, K, W;
+    } sizes[] = {{70, 3, 7, 17, 5, 9},     {40, 1, 1, 10, 3, 1},      {300, 5, 19, 75, 6, 100},
+                 {40, 9, 130, 10, 10, 40}, {200, 2, 37, 50, 33, 160}, {33, 16, 64, 8, 8, 16},
+                 {36, 17, 261, 9, 7, 30},  {20, 33, 96, 5, 5, 8},     {18, 70, 160, 4, 3, 5},
+                 {150, 4, 32, 37, 37, 8},  {40, 6, 530, 10, 4, 135}};
+    FOR_REAL(dtype) for (size_t c = 0; c < sizeof sizes / sizeof *sizes; c++) {
+        const int64_t T = sizes[c].T, H = sizes[c].H, D = sizes[c].D, C = sizes[c].C, K = sizes[c].K,
+                      W = sizes[c].W;
+        const double scale = 1 / sqrt((double)D);
+        double *q = malloc(8 * (size_t)(T * H * D)), *dout = malloc(8 * (size_t)(T * H * D));
+        double *kv = malloc(8 * (size_t)(T * D)), *ckv = malloc(8 * (size_t)(C * D)),
+               *sink = malloc(8 * (size_t)H);
+        int32_t *topk = malloc(4 * (size_t)(T * K)), *rows = malloc(4 * (size_t)(T * CG_ROW_FIELDS));
+        for (int64_t i = 0; i < T * H * D; i++)
+            q[i] = (float)(1.4 * sin(1 + 0.7 * (double)i)), dout[i] = (float)cos(2.3 * (double)i);
+        for (int64_t i = 0; i < T * D; i++) kv[i] = (float)(1.4 * cos(1.9 * (double)i));
+        for (int64_t i = 0; i < C * D; i++) ckv[i] = (float)(1.4 * sin(3.1 * (double)i));
+        for (int64_t h = 0; h < H; h++) sink[h] = (float)cos((double)h);
+        for (int64_t t = 0; t < T; t++) {
+            const int64_t visible = (t + 1) / 4 < C ? (t + 1) / 4 : C;
+            memcpy(rows + t * CG_ROW_FIELDS, (int32_t[]){0, (int32_t)t, 0, (int32_t)visible, 1}, 20);
+            for (int64_t k = 0; k < K; k++)
+                topk[t * K + k] = visible == 0 || (t + k) % 5 == 4 ? -1 : (int32_t)((3 * t + 7 * k) % visible);
+        }
+        bench b = bench_new(dtype);
+        cg_value *vq = bench_real(&b, "q", CG_SHAPE(T, H, D), q),
+                 *vkv = bench_real(&b, "kv", CG_SHAPE(T, D), kv);
+        cg_value *vckv = bench_real(&b, "ckv", CG_SHAPE(C, D), ckv),
+                 *vsink = bench_real(&b, "sink", CG_SHAPE(H), sink);
+        cg_attention a = cg_csa_attention(
+            b.graph, vq, vkv, vckv, vsink, bench_i32(&b, "topk", CG_SHAPE(T, K), topk),
+            bench_i32(&b, "rows", CG_SHAPE(T, CG_ROW_FIELDS), rows), W, scale, CG_TEACHER_FULL);
+        cg_keep(a.teacher);
+        bench_backward(&b, a.out, dout);
+        bench_run(&b);
+        plain_result want = plain_attention(T, H, D, C, K, W, scale, q, kv, ckv, sink, topk, dout);
+        const double bound = bound_of(dtype);
+        expect_close("out", bench_get(&b, a.out), want.out, T * H * D, bound);
+        expect_close("teacher", bench_get(&b, a.teacher), want.teacher, T * K, bound);
+        expect_close("dq", bench_grad(&b, vq), want.dq, T * H * D, bound);
+        expect_close("dkv", bench_grad(&b, vkv), want.dkv, T * D, bound);
+        expect_close("dckv", bench_grad(&b, vckv), want.dckv, C * D, bound);
+        expect_close("dsink", bench_grad(&b, vsink), want.dsink, H, bound);
+        bench_free(&b);
+        free(q), free(dout), free(kv), free(ckv), free(sink), free(topk), free(rows);
+        free(want.out), free(want.teacher), free(want.dq), free(want.dkv), free(want.dckv), free(want.dsink);
+    }
+}
+END_TEST
+
 /* ---- the teacher by hand ---- */
 
 /* One token whose window is itself: heads' logits are x[h] of n chosen rows and window[h]. */
@@ -742,4 +901,5 @@ SUITE("op_csa_attention", attention_of_a_batch, attention_of_packed_segments, at
       teacher_of_two_heads_moves_with_its_denominator, one_row, empty_places_come_first,
       unnamed_rows_do_not_matter, a_row_that_sees_nothing, an_empty_row_among_others,
       several_queries_choose_one_row, empty_segments, rows_behind_the_last_segment, segments_of_one_token,
-      choices_are_not_shared, visible_counts, little_compressed_mass, teacher_denominators)
+      choices_are_not_shared, visible_counts, padding_may_hold_anything, as_the_equations_say,
+      little_compressed_mass, teacher_denominators)

@@ -217,5 +217,25 @@ START_TEST(both_roles_of_a_token) {
 }
 END_TEST
 
+/* dape is dgate summed over the tokens of one offset, however many entries there are. */
+START_TEST(ape_sums_over_all_entries) {
+    enum { T = 203, COLUMNS = 4 };
+    double kv[T * COLUMNS], gate[T * COLUMNS], dout[50 * 2];
+    for (int i = 0; i < T * COLUMNS; i++) kv[i] = sin(1.0 + i), gate[i] = cos(5.0 * i);
+    for (int i = 0; i < 100; i++) dout[i] = 1 + cos(2.0 * i);
+    FOR_REAL(dtype) {
+        pooled p = pool(dtype, (int32_t[]){0, 100, T}, 2, T, 4, 50, true, COLUMNS, kv, gate, NULL, dout);
+        const double *dgate = bench_grad(&p.b, p.gate);
+        double want[4 * COLUMNS] = {0}, largest = 0;
+        for (int i = 0; i < T * COLUMNS; i++) want[i / COLUMNS % 4 * COLUMNS + i % COLUMNS] += dgate[i];
+        for (int i = 0; i < 4 * COLUMNS; i++) largest = fmax(largest, fabs(want[i]));
+        ck_assert(largest > 0.01);
+        expect_close("dape", bench_grad(&p.b, p.ape), want, 4 * COLUMNS, dtype == CG_F64 ? 1e-12 : 1e-5);
+        bench_free(&p.b);
+    }
+}
+END_TEST
+
 SUITE("op_csa_compress", batch_with_overlap, batch_without_overlap, packed_segments, overlap_ends_at_the_border,
-      segments_are_independent, no_predecessor, short_segments, groups_of_each_segment, both_roles_of_a_token)
+      segments_are_independent, no_predecessor, short_segments, groups_of_each_segment, both_roles_of_a_token,
+      ape_sums_over_all_entries)
