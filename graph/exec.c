@@ -22,6 +22,7 @@ struct cg_exec {
     step_args *steps;
     int64_t high_water;  /* the farthest byte handed out, or the most bytes in separate blocks */
     int64_t block_bytes; /* in separate blocks now */
+    bool forward_ran;    /* since the last backward */
     cg_exec_watcher watcher;
     void *watcher_context;
 };
@@ -329,8 +330,21 @@ static bool runs_now(const cg_node *node, unsigned passes) {
     return !(passes & CG_HOLD_CHOICES) || node->op->replay != CG_REPLAY_CHOICE;
 }
 
+/* Backward gives the memory of what it has read to others, so it cannot run twice on one forward. */
+static bool has_forward(const cg_exec *exec, unsigned passes, cg_error *error) {
+    if (!(passes & CG_PASS_BIT(CG_BACKWARD)) || (passes & CG_PASS_BIT(CG_FORWARD)) || exec->forward_ran)
+        return true;
+    for (int t = 0; t < exec->plan->n_steps; t++)
+        if (exec->plan->steps[t]->pass == CG_FORWARD)
+            return cg_fail(error, CG_BAD_INPUT, "backward needs a forward run of its own before it");
+    return true;
+}
+
 bool cg_exec_run(cg_exec *exec, unsigned passes, cg_error *error) {
     const cg_plan *plan = exec->plan;
+    if (passes & CG_PASS_BIT(CG_BACKWARD)) passes |= CG_PASS_BIT(CG_RECOMPUTE); /* it reads the clones */
+    if (!has_forward(exec, passes, error)) return false;
+    exec->forward_ran = false;
     if (exec->options.separate) /* what an earlier run left and this one makes again is not alive until then */
         for (int s = 0; s < plan->n_storages; s++) {
             const cg_value *value = plan->storages[s].value;
@@ -338,5 +352,6 @@ bool cg_exec_run(cg_exec *exec, unsigned passes, cg_error *error) {
         }
     for (int t = 0; t < plan->n_steps; t++)
         if (runs_now(plan->steps[t], passes) && !run_step(exec, t, error)) return false;
+    exec->forward_ran = (passes & CG_PASS_BIT(CG_FORWARD)) && !(passes & CG_PASS_BIT(CG_BACKWARD));
     return true;
 }

@@ -30,7 +30,9 @@ void *cg_exec_data(const cg_exec *exec, const cg_value *value);
 #define CG_ALL_PASSES ((1u << CG_PASSES) - 1)
 #define CG_HOLD_CHOICES (1u << CG_PASSES) /* nodes that choose do not run again; their outputs must be kept */
 
-/* Run the nodes of the given passes in order. On failure the sentence names scope and op. */
+/* Run the nodes of the given passes in order; backward takes recompute along. Values share memory, so each
+ * backward needs a forward run of its own before it or with it: without one it is refused. On failure the
+ * sentence names scope and op. */
 bool cg_exec_run(cg_exec *exec, unsigned passes, cg_error *error);
 
 /* Called after each node with its wall time; NULL switches it off. */

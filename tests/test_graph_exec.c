@@ -80,25 +80,50 @@ START_TEST(passes_run_apart) {
 }
 END_TEST
 
-START_TEST(backward_before_forward_is_an_error) {
-    cg_graph *graph = cg_graph_new(&t_ops);
-    cg_value *w = t_leaf(graph, CG_LEAF_PARAMETER, "w", 5), *seed = t_leaf(graph, CG_LEAF_INPUT, "seed", 5),
-             *dw;
-    cg_scope_push(graph, "net");
-    cg_value *y = cg_keep(T_APPLY(&t_relu, NULL, cg_scale(graph, w, 2)));
-    cg_scope_pop(graph);
-    ck_assert(cg_autodiff(graph, &y, &seed, 1, &w, 1, &dw));
-    cg_keep(dw);
-    y->keep = false; /* saved for backward, and for nobody else */
-    cg_plan *plan = t_plan(graph, NULL);
-    cg_exec *exec = t_exec(plan, &(cg_exec_options){.separate = true});
-    cg_error error = {0};
-    ck_assert(!cg_exec_run(exec, CG_PASS_BIT(CG_BACKWARD), &error));
-    t_expect_text(error.text,
-                  "net: relu_grad: net/relu.y has no memory: the pass that computes it did not run");
-    cg_exec_free(exec);
-    cg_plan_free(plan);
-    cg_graph_free(graph);
+/* Each backward needs a forward of its own, and takes the clones along. */
+START_TEST(backward_needs_a_forward) {
+    for (int k = 0; k < 4; k++) {
+        bool separate = k & 1;
+        cg_graph *graph = cg_graph_new(&t_ops);
+        cg_value *w = t_leaf(graph, CG_LEAF_PARAMETER, "w", 5), *seed = t_leaf(graph, CG_LEAF_INPUT, "seed", 5),
+                 *dw;
+        cg_scope_push(graph, "net");
+        cg_value *y = T_APPLY(&t_relu, NULL, cg_scale(graph, w, 2));
+        cg_scope_pop(graph);
+        ck_assert(cg_autodiff(graph, &y, &seed, 1, &w, 1, &dw));
+        cg_keep(dw);
+        cg_value *sum = t_leaf(graph, CG_LEAF_OPTIMIZER, "sum", 5);
+        graph->pass = CG_OPTIMIZE;
+        T_APPLY(&t_bump, NULL, sum, cg_scale(graph, dw, 1));
+        graph->pass = CG_FORWARD;
+        cg_keep(T_APPLY(&t_twin, NULL, w));
+        if (k & 2) ck_assert(cg_recompute(graph, "relu,scale", NULL));
+        cg_plan *plan = t_plan(graph, NULL);
+        cg_exec *exec = t_exec(plan, &(cg_exec_options){.separate = separate, .poison = true});
+        const char *sentence = "backward needs a forward run of its own before it";
+        cg_error error = {0};
+        ck_assert(!cg_exec_run(exec, CG_PASS_BIT(CG_BACKWARD), &error));
+        ck_assert_str_eq(error.text, sentence);
+        for (int i = 0; i < 5; i++) data_of(exec, seed)[i] = data_of(exec, w)[i] = 1 + i;
+        t_run(exec, CG_PASS_BIT(CG_FORWARD));
+        t_run(exec, CG_PASS_BIT(CG_BACKWARD));
+        for (int i = 0; i < 5; i++) ck_assert(data_of(exec, dw)[i] == 2 * (1 + i));
+        error = (cg_error){0};
+        ck_assert(!cg_exec_run(exec, CG_PASS_BIT(CG_BACKWARD) | CG_PASS_BIT(CG_OPTIMIZE), &error));
+        ck_assert_str_eq(error.text, sentence);
+        t_run(exec, CG_PASS_BIT(CG_OPTIMIZE));
+        for (int i = 0; i < 5; i++) ck_assert(data_of(exec, sum)[i] == 2 * (1 + i));
+        t_run(exec, CG_PASS_BIT(CG_FORWARD) | CG_PASS_BIT(CG_BACKWARD));
+        for (int i = 0; i < 5; i++) ck_assert(data_of(exec, dw)[i] == 2 * (1 + i));
+        cg_exec_free(exec);
+        exec = t_exec(plan, &(cg_exec_options){.separate = true});
+        error = (cg_error){0};
+        ck_assert(!cg_exec_run(exec, CG_PASS_BIT(CG_OPTIMIZE), &error));
+        t_expect_text(error.text, "net/scale.y has no memory: the pass that computes it did not run before");
+        cg_exec_free(exec);
+        cg_plan_free(plan);
+        cg_graph_free(graph);
+    }
 }
 END_TEST
 
@@ -327,6 +352,6 @@ START_TEST(overhead_per_step) {
 }
 END_TEST
 
-SUITE("graph_exec", leaves_start_as_zeros_and_stay, passes_run_apart, backward_before_forward_is_an_error,
-      external_leaves, too_large_for_the_machine, failures_name_the_place, runs_allocate_nothing,
-      choices_are_held, what_the_plan_does_not_hold, overhead_per_step)
+SUITE("graph_exec", leaves_start_as_zeros_and_stay, passes_run_apart, backward_needs_a_forward, external_leaves,
+      too_large_for_the_machine, failures_name_the_place, runs_allocate_nothing, choices_are_held,
+      what_the_plan_does_not_hold, overhead_per_step)
