@@ -571,7 +571,8 @@ static void KERNEL(softmax_row)(const attention_sizes *z, cg_teacher mode,
      * all */
     double *u = s->u, *v = s->v;
     for (int64_t h = 0; h < H; h++) {
-        double window = top_window[h], all = fmax(window, top_chosen[h]);
+        double window = top_window[h], chosen_top = top_chosen[h],
+               all = window > chosen_top ? window : chosen_top;
         bool empty = window == -INFINITY;
         u[h] = empty ? -INFINITY : sink[h] - window;
         u[H + h] = empty ? -INFINITY : window - all;
@@ -586,7 +587,8 @@ static void KERNEL(softmax_row)(const attention_sizes *z, cg_teacher mode,
     }
     cg_log_f64(2 * H, v, v);
     for (int64_t h = 0; h < H; h++) {
-        double window = top_window[h], all = fmax(window, top_chosen[h]);
+        double window = top_window[h], chosen_top = top_chosen[h],
+               all = window > chosen_top ? window : chosen_top;
         window_lse[h] = (REAL)(window + v[h]);
         lse[h] = (REAL)(all + v[H + h]);
     }

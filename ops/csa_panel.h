@@ -68,7 +68,6 @@ typedef struct KERNEL(panel_product) {
                                                  const KERNEL(panel_product) * p, int64_t i0, int64_t j0,      \
                                                  int64_t k0, int64_t k1, bool add) {                           \
         typedef KERNEL(panel_vec##bytes) vec;                                                                  \
-        enum { LANES = bytes / sizeof(REAL) };                                                                 \
         const REAL *a[8];                                                                                      \
         vec sum[8][4] = {0};                                                                                   \
         _Pragma("GCC unroll 8") for (int i = 0; i < rows; i++) a[i] =                                          \
@@ -91,7 +90,6 @@ typedef struct KERNEL(panel_product) {
                     c[v] = sum[i][v];                                                                          \
             }                                                                                                  \
         }                                                                                                      \
-        (void)LANES;                                                                                           \
     }                                                                                                          \
     /* all rows of one strip of columns */                                                                     \
     static __attribute__((noinline)) void KERNEL(panel_strip##bytes)(                                          \
@@ -294,17 +292,31 @@ static KERNEL(panel_columns) KERNEL(panel_columns_of)(int64_t heads) {
 #undef COLUMNS
 }
 
-/* to[d, h] = factor * x[h, d], heads beyond H as they are (set to 0 once). */
+/* to[d, h] = factor * x[h, d]; heads beyond H are left as they are. Squares of four, so that reading and
+ * writing both go by vectors. */
 static void KERNEL(panel_transpose)(int64_t H, int64_t D, int64_t heads, REAL factor, const REAL *restrict x,
                                     REAL *restrict to) {
-    enum { STEP = 8 };
-    int64_t h = 0;
-    for (; h + STEP <= H; h += STEP)
-        for (int64_t d = 0; d < D; d++)
-            for (int64_t u = 0; u < STEP; u++) to[d * heads + h + u] = factor * x[(h + u) * D + d];
-    for (; h < H; h++)
-        for (int64_t d = 0; d < D; d++) to[d * heads + h] = factor * x[h * D + d];
+    typedef REAL quad __attribute__((vector_size(4 * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
+    const int64_t H4 = H / 4 * 4, D4 = D / 4 * 4;
+    for (int64_t h = 0; h < H4; h += 4)
+        for (int64_t d = 0; d < D4; d += 4) {
+            const REAL *from = x + h * D + d;
+            const quad a = factor * *(const quad *)from, b = factor * *(const quad *)(from + D);
+            const quad c = factor * *(const quad *)(from + 2 * D), e = factor * *(const quad *)(from + 3 * D);
+            const quad ab = __builtin_shufflevector(a, b, 0, 4, 1, 5),
+                       ce = __builtin_shufflevector(c, e, 0, 4, 1, 5);
+            const quad ab2 = __builtin_shufflevector(a, b, 2, 6, 3, 7),
+                       ce2 = __builtin_shufflevector(c, e, 2, 6, 3, 7);
+            REAL *square = to + d * heads + h;
+            *(quad *)square = __builtin_shufflevector(ab, ce, 0, 1, 4, 5);
+            *(quad *)(square + heads) = __builtin_shufflevector(ab, ce, 2, 3, 6, 7);
+            *(quad *)(square + 2 * heads) = __builtin_shufflevector(ab2, ce2, 0, 1, 4, 5);
+            *(quad *)(square + 3 * heads) = __builtin_shufflevector(ab2, ce2, 2, 3, 6, 7);
+        }
+    for (int64_t h = 0; h < H; h++)
+        for (int64_t d = h < H4 ? D4 : 0; d < D; d++) to[d * heads + h] = factor * x[h * D + d];
 }
+
 /* ---- the teacher of one row ---- */
 
 /* share[h] = log of the heads' mass on the listed keys, up to a term that all heads share: each head's
@@ -313,7 +325,7 @@ static void KERNEL(panel_transpose)(int64_t H, int64_t D, int64_t heads, REAL fa
 static void KERNEL(panel_shares)(int64_t H, const REAL *top, const REAL *sum, double *rest, double *share) {
     /* log(exp(gap) + sum) = above + log(exp(gap - above) + sum exp(-above)), gap = rest - top */
     for (int64_t h = 0; h < H; h++) {
-        double gap = rest[h] - top[h], above = fmax(gap, 0);
+        double gap = rest[h] - top[h], above = gap > 0 ? gap : 0;
         rest[h] = gap - above;
         rest[H + h] = share[h] = -above;
     }
@@ -329,7 +341,7 @@ static void KERNEL(panel_shares)(int64_t H, const REAL *top, const REAL *sum, do
 static void KERNEL(panel_teach)(int64_t H, int64_t n, int64_t Hp, const REAL *e, double *share, REAL *factor,
                                 const int64_t *place, REAL *teacher) {
     double largest = -INFINITY, sum = 0;
-    for (int64_t h = 0; h < H; h++) largest = fmax(largest, share[h]);
+    for (int64_t h = 0; h < H; h++) largest = share[h] > largest ? share[h] : largest;
     for (int64_t h = 0; h < H; h++) share[h] -= largest;
     cg_exp_f64(H, share, share);
     for (int64_t h = 0; h < Hp; h++) factor[h] = h < H ? (REAL)share[h] : 0;
