@@ -7,8 +7,8 @@
 #include "core/threads.h"
 #include "ops/ops.h"
 
-/* Gradients of the keys are sums over rows: so many partial sums over a fixed share of the rows, then added in
- * order, whatever the number of threads. */
+/* Gradients of the keys are sums over rows: so many partial sums over fixed shares of the rows, then added
+ * in order, whatever the number of threads. */
 enum { CG_KEY_PARTS = 16 };
 
 /* Heads, or keys, that one vector of ops/indexer_kernels.h holds. */
@@ -27,8 +27,15 @@ static inline void *cg_take(char **at, size_t bytes) {
     return piece;
 }
 
-/* True when the compressed rows that each row says it sees exist. The first row that does not fit is the error.
- */
+/* ops/select.h: integers of the order of scores, and its scratch for the k best of n. */
+typedef int32_t cg_order_f32;
+typedef int64_t cg_order_f64;
+static inline size_t cg_select_bytes(int64_t n, int64_t k, size_t real) {
+    return cg_align_bytes((size_t)n * real) + cg_align_bytes((size_t)k * real) +
+           cg_align_bytes((size_t)(k + 1) * sizeof(int32_t));
+}
+
+/* True when the compressed rows that each row says it sees exist. The first row that does not fit is named. */
 static inline bool cg_rows_fit(const cg_run_args *args, const int32_t *rows, int64_t T, int64_t C) {
     for (int64_t t = 0; t < T; t++) {
         int64_t visible = rows[t * CG_ROW_FIELDS + CG_ROW_VISIBLE];
@@ -80,20 +87,22 @@ static inline int64_t cg_row_seen(const int32_t *rows, int64_t t) {
     return rows[t * CG_ROW_FIELDS + CG_ROW_REAL] ? rows[t * CG_ROW_FIELDS + CG_ROW_VISIBLE] : 0;
 }
 
-/* Cuts of ops/dense_teacher.h: rows and keys of one tile of logits, so that it stays in the second-level cache
- * whatever the number of heads. */
-enum { CG_TEACHER_KEYS = 128, CG_TEACHER_HEADS = 128 };
-static inline int64_t cg_teacher_rows(int64_t H) {
-    return H >= CG_TEACHER_HEADS ? 1 : H * 16 <= CG_TEACHER_HEADS ? 16 : CG_TEACHER_HEADS / H;
+/* Cuts of ops/dense_teacher.h: keys of one product, and the logits that a thread holds, which fit into the
+ * second-level cache unless one row alone has more. */
+enum { CG_TEACHER_KEYS = 128, CG_TEACHER_ROWS = 16, CG_TEACHER_LOGITS = 131072 };
+static inline int64_t cg_teacher_rows(int64_t H, int64_t C) {
+    const int64_t rows = C > 0 && H > 0 ? CG_TEACHER_LOGITS / H / C : CG_TEACHER_ROWS;
+    return rows < 1 ? 1 : rows > CG_TEACHER_ROWS ? CG_TEACHER_ROWS : rows;
 }
 
 /* Scratch of the tile products: the largest of whole and rest in both directions. */
 static inline size_t cg_teacher_gemm_bytes(cg_dtype dtype, int64_t T, int64_t H, int64_t D, int64_t C) {
-    const int64_t block = cg_teacher_rows(H), rows[2] = {T < block ? 0 : block, T % block};
+    const int64_t block = cg_teacher_rows(H, C), rows[2] = {T < block ? 0 : block, T % block};
     const int64_t keys[2] = {C < CG_TEACHER_KEYS ? 0 : CG_TEACHER_KEYS, C % CG_TEACHER_KEYS};
     size_t most = 0;
     for (int i = 0; i < 4; i++) {
         cg_gemm logits = cg_gemm_dense(dtype, false, true, rows[i / 2] * H, keys[i % 2], D);
+        logits.ldc = C;
         const size_t bytes = cg_gemm_serial_workspace(&logits);
         if (bytes > most) most = bytes;
     }
@@ -102,8 +111,9 @@ static inline size_t cg_teacher_gemm_bytes(cg_dtype dtype, int64_t T, int64_t H,
 
 /* All scratch of one thread. */
 static inline size_t cg_teacher_bytes(cg_dtype dtype, int64_t T, int64_t H, int64_t D, int64_t C) {
-    const size_t real = cg_dtype_bytes(dtype), heads = (size_t)(cg_teacher_rows(H) * H);
-    return cg_align_bytes(heads * CG_TEACHER_KEYS * real) + 2 * cg_align_bytes(heads * real) +
+    const size_t real = cg_dtype_bytes(dtype), heads = (size_t)(cg_teacher_rows(H, C) * H);
+    return cg_align_bytes(heads * (size_t)C * real) + 2 * cg_align_bytes(heads * real) +
+           cg_align_bytes((size_t)H * sizeof(double)) +
            cg_align_bytes(cg_teacher_gemm_bytes(dtype, T, H, D, C));
 }
 

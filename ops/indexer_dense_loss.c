@@ -6,15 +6,17 @@
  *
  *   s[t,j]    = sum_h w[t,h] relu(q_index[t,h,:] . k_index[j,:])     over the visible rows j of t
  *   p         = softmax of s[t,:]
- *   target    = teacher over the same rows; its denominators hold all of them and, per mode, window and sink,
- * the sink, or nothing beside (ops/dense_teacher.h) kl[t]     = sum_j target (log target - log p) 0 where
- * target is 0 loss      = coeff / N * sum_t kl[t]                              N: real rows, all rows, or 1; at
- * least 1 ds        = dloss * coeff / N * (p - target), from there as in indexer_scores_at
+ *   target    = teacher over the same rows (ops/dense_teacher.h): its denominators hold all of them and beside
+ *               them, per mode, window and sink, the sink, or nothing
+ *   kl[t]     = sum_j target (log target - log p)                    0 where target is 0
+ *   loss      = coeff / N * sum_t kl[t]                              N: real rows, all rows, or 1; at least 1
+ *   ds        = dloss * coeff / N * (p - target), from there as in indexer_scores_at
  *
  * The teacher's side (q, ckv, window_lse, sink) is a constant. Real rows that see nothing add 0, get the
  * gradient 0 and count in N; padding adds 0 and gets 0 and may hold anything, and so may compressed rows that
- * nobody sees. Backward makes teacher and student again: neither [T, C] nor [T, H, C] exists, only a few rows
- * of length C for each thread.
+ * nobody sees. Backward makes teacher and student again. Neither [T, C] nor [T, H, C] exists: each thread holds
+ * the logits of a block of rows, [rows, H, C] with as many rows as keep it in the second-level cache, at least
+ * one.
  *
  * Saved:     q_index w k_index q ckv window_lse or sink, rows
  *            (4*(T*Hi*Di + T*Hi + C*Di + T*H*D + C*D + T*H) + 20*T bytes in f32)
@@ -95,7 +97,7 @@ static size_t dense_piece(cg_dtype dtype, const int64_t q_index[3], const int64_
     const int64_t heads = cg_ceil_div(q_index[1], CG_LANES) * CG_LANES;
     const size_t lanes = cg_align_bytes((size_t)(heads * q_index[2]) * real);
     size_t bytes = cg_teacher_bytes(dtype, q[0], q[1], q[2], C) +
-                   cg_align_bytes((size_t)(cg_teacher_rows(q[1]) * C) * real) +
+                   cg_align_bytes((size_t)(cg_teacher_rows(q[1], C) * C) * real) +
                    2 * cg_align_bytes((size_t)C * real) + lanes;
     if (grad)
         bytes +=
@@ -132,7 +134,7 @@ static void indexer_dense_loss_build_grad(cg_graph *graph, const cg_node *node, 
 }
 
 /* FLOPs for each visible pair: scores, logits and their exponentials, the loss. Half of all pairs are visible
- * in one long segment. The second pass over the logits is the price of streaming and not counted. */
+ * in one long segment. */
 static double dense_pair_flops(cg_value *const *in) {
     const int64_t *q_index = in[Q_INDEX]->shape.dims, *q = in[Q]->shape.dims;
     return (double)q_index[1] * (2 * (double)q_index[2] + 2) + (double)q[1] * (2 * (double)q[2] + 4) + 8;
@@ -173,6 +175,12 @@ static cg_cost indexer_dense_loss_grad_cost(const cg_node *node) {
     &(indexer_dense_loss_attr) { .7, 1.5, teacher, reduction }
 #define FULL DENSE(CG_TEACHER_FULL, CG_REDUCE_MEAN_REAL)
 
+#define FOUR(...) __VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__
+#define ROWS_64                                                                                                \
+    {                                                                                                          \
+        .shape = CG_DIMS(64, 5), .i32 = (int32_t[]) { FOUR(FOUR(FOUR(0, 999, 1, 130, 1))) }                    \
+    }
+
 static const cg_case indexer_dense_loss_cases[] = {
     {.name = "full",
      .in = {INDEX_8, MAIN_8, LSE_8, ABSENT, ROWS_8},
@@ -186,6 +194,17 @@ static const cg_case indexer_dense_loss_cases[] = {
      .in = {INDEX_8, MAIN_8, ABSENT, ABSENT, ROWS_8},
      .attr = DENSE(CG_TEACHER_COMPRESSED, CG_REDUCE_SUM),
      .crosses = "q_index w k_index q ckv rows"},
+    {.name = "large",
+     .in = {{.shape = CG_DIMS(64, 11, 33)},
+            {.shape = CG_DIMS(64, 11), .scale = .05},
+            {.shape = CG_DIMS(131, 33)},
+            {.shape = CG_DIMS(64, 3, 17)},
+            {.shape = CG_DIMS(131, 17)},
+            {.shape = CG_DIMS(64, 3)},
+            ABSENT,
+            ROWS_64},
+     .attr = FULL,
+     .large = true},
     {.name = "a mass of 1e-80",
      .in = {INDEX_8, MAIN_8, {.shape = CG_DIMS(8, 2), .offset = 184}, ABSENT, ROWS_8},
      .attr = FULL,
@@ -325,20 +344,6 @@ static TEACHER KERNEL(dense_teacher_of)(const cg_tensor *in, const indexer_dense
                      .scale = (REAL)attr->scale};
 }
 
-/* Index scores of the n rows of k from its first on. */
-static void KERNEL(dense_scores)(const LANES *lanes, const REAL *w, const REAL *k, int64_t Hi, int64_t Di,
-                                 int64_t n, REAL *scores) {
-    for (int64_t j = 0; j < n; j += CG_LANES) {
-        const REAL *key[CG_LANES];
-        KERNEL(keys_at)(k + j * Di, Di, NULL, n - j, key);
-        LANES score = KERNEL(key_scores)(lanes, w, Hi, Di, key);
-        if (n - j >= CG_LANES)
-            *(LANES *)(scores + j) = score;
-        else
-            for (int64_t i = 0; i < n - j; i++) scores[j + i] = score[i];
-    }
-}
-
 static bool KERNEL(indexer_dense_loss)(const cg_run_args *args) {
     const indexer_dense_loss_attr *attr = args->attr;
     const cg_tensor *in = args->in;
@@ -347,7 +352,7 @@ static bool KERNEL(indexer_dense_loss)(const cg_run_args *args) {
     const int32_t *rows = teacher.rows;
     REAL *loss = args->out[0].data, *kl = args->out[1].data;
     const int64_t T = teacher.T, C = teacher.C, Hi = in[Q_INDEX].shape.dims[1], Di = in[Q_INDEX].shape.dims[2];
-    const int64_t block = cg_teacher_rows(teacher.H);
+    const int64_t block = cg_teacher_rows(teacher.H, C);
     const size_t piece = dense_piece(REAL_DTYPE, in[Q_INDEX].shape.dims, in[Q].shape.dims, C, false);
     if (!cg_rows_fit(args, rows, T, C)) return false;
     bool fine = true;
@@ -366,7 +371,7 @@ static bool KERNEL(indexer_dense_loss)(const cg_run_args *args) {
             kl[t] = 0;
             if (n == 0) continue;
             KERNEL(query_pack)(q_index + t * Hi * Di, Hi, Di, lanes);
-            KERNEL(dense_scores)
+            KERNEL(scores_of)
             (lanes, w + t * Hi, k_index + rows[t * CG_ROW_FIELDS + CG_ROW_COMPRESSED] * Di, Hi, Di, n, scores);
             REAL log_sum;
             if (KERNEL(log_softmax_parts)(scores, n, scores, e, &log_sum))
@@ -389,7 +394,7 @@ static bool KERNEL(indexer_dense_loss_grad)(const cg_run_args *args) {
     const int32_t *rows = teacher.rows;
     REAL *dq = args->out[0].data, *dw = args->out[1].data, *dk = args->out[2].data;
     const int64_t T = teacher.T, C = teacher.C, Hi = in[Q_INDEX].shape.dims[1], Di = in[Q_INDEX].shape.dims[2];
-    const int64_t block = cg_teacher_rows(teacher.H), groups = cg_ceil_div(Hi, CG_LANES);
+    const int64_t block = cg_teacher_rows(teacher.H, C), groups = cg_ceil_div(Hi, CG_LANES);
     const size_t piece = dense_piece(REAL_DTYPE, in[Q_INDEX].shape.dims, in[Q].shape.dims, C, true);
     if (!cg_rows_fit(args, rows, T, C)) return false;
     const REAL factor = (REAL)((double)dloss[0] * attr->coeff / cg_reduction_divisor(attr->reduction, rows, T));
@@ -421,7 +426,7 @@ static bool KERNEL(indexer_dense_loss_grad)(const cg_run_args *args) {
                 memset(dw_lanes, 0, (size_t)groups * sizeof(LANES));
                 if (n > 0) {
                     KERNEL(query_pack)(q_index + t * Hi * Di, Hi, Di, lanes);
-                    KERNEL(dense_scores)(lanes, w + t * Hi, k_index + first * Di, Hi, Di, n, scores);
+                    KERNEL(scores_of)(lanes, w + t * Hi, k_index + first * Di, Hi, Di, n, scores);
                     if (KERNEL(log_softmax_parts)(scores, n, scores, e, &log_sum)) {
                         KERNEL(kl_dscores)(target + r * C, e, n, factor, scores);
                         KERNEL(key_grads)

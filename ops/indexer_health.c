@@ -15,9 +15,8 @@
  *   NEGATIVE     share of the Hi head weights that are negative
  *   DISTANCE     mean over the chosen rows of position - (first position of the group), in tokens
  *
- * The dense teacher is the full one over all visible rows (ops/dense_teacher.h), streamed: each thread holds a
- * few rows of length C. Sums are made over CG_KEY_PARTS fixed shares of the rows, then over the shares in
- * order.
+ * The dense teacher is the full one over all visible rows (ops/dense_teacher.h), made for a block of
+ * rows at a time. Sums are made over CG_KEY_PARTS fixed shares of the rows, then over the shares in order.
  *
  * Saved: nothing, no gradient. Recompute: same bits.
  * Refuses: shapes that differ, ratio < 1; at run time an index that is neither -1 nor seen by its row
@@ -66,8 +65,9 @@ static bool indexer_health_infer(cg_infer *infer) {
 static size_t health_piece(cg_dtype dtype, const int64_t q[3], int64_t C, int64_t K) {
     const size_t real = cg_dtype_bytes(dtype);
     return cg_teacher_bytes(dtype, q[0], q[1], q[2], C) +
-           cg_align_bytes((size_t)(cg_teacher_rows(q[1]) * C) * real) + 3 * cg_align_bytes((size_t)K * real) +
-           cg_align_bytes((size_t)K * sizeof(int32_t));
+           cg_align_bytes((size_t)(cg_teacher_rows(q[1], C) * C) * real) +
+           2 * cg_align_bytes((size_t)K * real) + cg_align_bytes((size_t)K * sizeof(int32_t)) +
+           cg_select_bytes(C, K, real);
 }
 
 /* The sums of each share, in f64, then each thread's piece. */
@@ -197,7 +197,7 @@ cg_value *cg_indexer_health(cg_graph *graph, cg_value *scores, cg_value *teacher
 
 /* One row's share of the sums. `dense` is its dense teacher over the n rows from `first` on. */
 static void KERNEL(health_row)(const cg_run_args *args, int64_t t, int64_t first, int64_t n, const REAL *dense,
-                               REAL *best, int32_t *best_index, REAL *shifted, REAL *other, double *sums) {
+                               const SELECT *scratch, int32_t *best, REAL *shifted, REAL *other, double *sums) {
     const int64_t K = args->in[SCORES].shape.dims[1], Hi = args->in[W].shape.dims[1];
     const REAL *scores = (const REAL *)args->in[SCORES].data + t * K;
     const REAL *teacher = (const REAL *)args->in[TEACHER_AT].data + t * K;
@@ -207,30 +207,28 @@ static void KERNEL(health_row)(const cg_run_args *args, int64_t t, int64_t first
     const int64_t ratio = ((const indexer_health_attr *)args->attr)->ratio;
     sums[CG_HEALTH_ROWS] += 1;
     double distance = 0, entropy = 0;
-    int64_t chosen = 0, kept = 0, found = 0, largest = 0, largest_found = 0;
-    for (int64_t j = 0; j < n; j++) {
-        KERNEL(heap_offer)(best, best_index, &kept, K, dense[j], (int32_t)(first + j));
-        if (dense[j] > dense[largest]) largest = j;
-    }
+    int64_t chosen = 0, found = 0, top_found = 0;
+    if (KERNEL(select)(dense, n, K, first, scratch, best) >= 0) /* a NaN shows in MASS as well */
+        for (int64_t i = 0; i < K; i++) best[i] = -1;
     for (int64_t j = 0; j < K; j++) {
         if (teacher[j] != 0) entropy += (double)teacher[j] * log((double)teacher[j]);
         if (topk[j] < 0) continue;
         chosen++;
         sums[CG_HEALTH_MASS] += (double)dense[topk[j] - first];
         distance += (double)(position - (topk[j] - first) * ratio);
-        largest_found |= topk[j] - first == largest;
+        top_found |= topk[j] == best[0];
     }
     /* A few hundred by a few hundred comparisons, beside a product with every visible row. */
-    for (int64_t i = 0; i < kept; i++) {
+    for (int64_t i = 0; i < K; i++) {
         int here = 0;
-        for (int64_t j = 0; j < K; j++) here |= topk[j] == best_index[i];
+        for (int64_t j = 0; j < K; j++) here |= topk[j] == best[i];
         found += here;
     }
-    sums[CG_HEALTH_TOP1_MISSED] += !largest_found;
+    sums[CG_HEALTH_TOP1_MISSED] += !top_found;
     int64_t negative = 0;
     for (int64_t h = 0; h < Hi; h++) negative += w[h] < 0;
     if (Hi > 0) sums[CG_HEALTH_NEGATIVE] += (double)negative / (double)Hi;
-    if (kept > 0) sums[CG_HEALTH_RECALL] += (double)found / (double)kept;
+    if (K > 0) sums[CG_HEALTH_RECALL] += (double)found / (double)K;
     if (chosen == 0) return;
     sums[CG_HEALTH_DISTANCE] += distance / (double)chosen;
     sums[CG_HEALTH_KL_UNIFORM] += entropy + log((double)chosen);
@@ -252,7 +250,7 @@ static bool KERNEL(indexer_health)(const cg_run_args *args) {
                              .C = in[CKV].shape.dims[0],
                              .scale = (REAL)((const indexer_health_attr *)args->attr)->scale};
     const int64_t T = teacher.T, C = teacher.C, K = in[SCORES].shape.dims[1],
-                  block = cg_teacher_rows(teacher.H);
+                  block = cg_teacher_rows(teacher.H, C);
     REAL *health = args->out[0].data;
     if (!cg_rows_fit(args, rows, T, C) || !health_lists_fit(args, in[TOPK].data, rows, T, K)) return false;
     char *pieces = args->workspace;
@@ -264,9 +262,9 @@ static bool KERNEL(indexer_health)(const cg_run_args *args) {
         char *at = pieces + (size_t)cg_thread_slot() * piece;
         const SCRATCH scratch = KERNEL(teacher_take)(&at, &teacher);
         REAL *target = cg_take(&at, (size_t)(block * C) * sizeof(REAL));
-        REAL *best = cg_take(&at, (size_t)K * sizeof(REAL)), *shifted = cg_take(&at, (size_t)K * sizeof(REAL));
-        REAL *other = cg_take(&at, (size_t)K * sizeof(REAL));
-        int32_t *best_index = (int32_t *)at;
+        REAL *shifted = cg_take(&at, (size_t)K * sizeof(REAL)), *other = cg_take(&at, (size_t)K * sizeof(REAL));
+        int32_t *best = cg_take(&at, (size_t)K * sizeof *best);
+        const SELECT selecting = KERNEL(select_take)(&at, C, K);
         double *mine = sums + part * CG_HEALTH_FIELDS;
         memset(mine, 0, CG_HEALTH_FIELDS * sizeof *mine);
         cg_error error = {0};
@@ -278,10 +276,9 @@ static bool KERNEL(indexer_health)(const cg_run_args *args) {
             if (!KERNEL(teacher_block)(&teacher, &scratch, t0, n_rows, target, &error)) fine = false;
             for (int64_t r = 0; r < n_rows; r++) {
                 const int64_t n = cg_row_seen(rows, t0 + r);
-                if (n > K)
-                    KERNEL(health_row)
-                    (args, t0 + r, rows[(t0 + r) * CG_ROW_FIELDS + CG_ROW_COMPRESSED], n, target + r * C, best,
-                     best_index, shifted, other, mine);
+                if (n > K) KERNEL(health_row)
+                (args, t0 + r, rows[(t0 + r) * CG_ROW_FIELDS + CG_ROW_COMPRESSED], n, target + r * C,
+                 &selecting, best, shifted, other, mine);
             }
         }
     }

@@ -16,7 +16,8 @@ static inline __attribute__((always_inline)) void KERNEL(transpose)(LANES a[CG_L
         a[i] = __builtin_shufflevector(x, y, 0, 8, 2, 10, 4, 12, 6, 14);
         a[i + 1] = __builtin_shufflevector(x, y, 1, 9, 3, 11, 5, 13, 7, 15);
     }
-    _Pragma("GCC unroll 4") for (int i = 0; i < 8; i += i % 4 ? 3 : 1) {
+    _Pragma("GCC unroll 4") for (int n = 0; n < 4; n++) {
+        const int i = n / 2 * 4 + n % 2;
         LANES x = a[i], y = a[i + 2];
         a[i] = __builtin_shufflevector(x, y, 0, 1, 8, 9, 4, 5, 12, 13);
         a[i + 2] = __builtin_shufflevector(x, y, 2, 3, 10, 11, 6, 7, 14, 15);
@@ -90,8 +91,8 @@ KERNEL(key_dots)(const LANES *lanes, int64_t Di, const REAL *const key[CG_LANES]
 }
 
 /* The scores of CG_LANES keys, one in each lane. NaN stays NaN. */
-static inline LANES KERNEL(key_scores)(const LANES *lanes, const REAL *w, int64_t Hi, int64_t Di,
-                                       const REAL *const key[CG_LANES]) {
+static __attribute__((noinline)) LANES KERNEL(key_scores)(const LANES *lanes, const REAL *w, int64_t Hi,
+                                                          int64_t Di, const REAL *const key[CG_LANES]) {
     LANES score = {0};
     for (int64_t h0 = 0; h0 < Hi; h0 += CG_LANES) {
         LANES dots[CG_LANES];
@@ -107,61 +108,106 @@ static inline LANES KERNEL(key_scores)(const LANES *lanes, const REAL *w, int64_
     return score;
 }
 
-/* The gradients of one row's scores at n keys, from dscores [n]; `index` as in keys_at. Adds to dlanes [groups,
- * Di] (dq with heads in the lanes), dw [groups * CG_LANES] and dk, whose rows match those of k.
+/* Index scores of the n rows of k from its first on. */
+static inline void KERNEL(scores_of)(const LANES *lanes, const REAL *w, const REAL *k, int64_t Hi, int64_t Di,
+                                     int64_t n, REAL *scores) {
+    for (int64_t j = 0; j < n; j += CG_LANES) {
+        const REAL *key[CG_LANES];
+        KERNEL(keys_at)(k + j * Di, Di, NULL, n - j, key);
+        LANES score = KERNEL(key_scores)(lanes, w, Hi, Di, key);
+        if (n - j >= CG_LANES)
+            *(LANES *)(scores + j) = score;
+        else
+            for (int64_t i = 0; i < n - j; i++) scores[j + i] = score[i];
+    }
+}
+
+/* The gradients of one row's scores, in three steps over a tile of m <= CG_KEY_TILE keys:
  *
  *   dw[h] += ds_j relu(q_h.k_j)     dot_hj = ds_j w[h] where q_h.k_j > 0, else 0
  *   dq_h  += sum_j dot_hj k_j       dk_j  += sum_h dot_hj q_h
  *
- * q.k is made again rather than kept: a tile of CG_KEY_TILE keys at a time, in `dots` [CG_KEY_TILE, groups]. */
-static inline void KERNEL(key_grads)(const LANES *lanes, const REAL *q, const REAL *w, const REAL *k,
-                                     int64_t Hi, int64_t Di, const int32_t *index, int64_t n,
-                                     const REAL *dscores, LANES *dots, LANES *dlanes, LANES *dw, REAL *dk) {
+ * q.k is made again rather than kept. Each step is a function of its own, so that its pointers stay in
+ * registers. */
+static __attribute__((noinline)) void KERNEL(grad_dots)(const LANES *lanes, const REAL *w, const REAL *k,
+                                                        int64_t Hi, int64_t Di, const int32_t *index, int64_t m,
+                                                        const REAL *ds, LANES *dots, LANES *dw) {
     const int64_t groups = cg_ceil_div(Hi, CG_LANES);
-    for (int64_t j0 = 0; j0 < n; j0 += CG_KEY_TILE) {
-        const int64_t m = n - j0 < CG_KEY_TILE ? n - j0 : CG_KEY_TILE;
-        const int32_t *list = index ? index + j0 : NULL;
-        const REAL *rows = index ? k : k + j0 * Di;
-        REAL *drows = index ? dk : dk + j0 * Di;
-        for (int64_t g = 0; g < groups; g++) {
-            LANES weight = {0}, sum = dw[g];
-            for (int64_t h = 0; h < CG_LANES && g * CG_LANES + h < Hi; h++) weight[h] = w[g * CG_LANES + h];
-            for (int64_t j = 0; j < m; j += CG_LANES) {
-                const REAL *key[CG_LANES];
-                LANES tile[CG_LANES];
-                KERNEL(keys_at)(list ? rows : rows + j * Di, Di, list ? list + j : NULL, m - j, key);
-                KERNEL(key_dots)(lanes + g * Di, Di, key, tile);
-                for (int64_t i = 0; i < CG_LANES && j + i < m; i++) {
-                    const REAL ds = dscores[j0 + j + i];
-                    __typeof__(tile[i] > tile[i]) on = tile[i] > (LANES){0};
-                    LANES scaled = ds * weight;
-                    sum += ds * (LANES)(on & (__typeof__(on))tile[i]);
-                    dots[(j + i) * groups + g] = (LANES)(on & (__typeof__(on))scaled);
-                }
-            }
-            dw[g] = sum;
-            for (int64_t d = 0; d < Di; d += CG_LANES) {
-                LANES *out = dlanes + g * Di + d, acc[CG_LANES] = {0};
-                const int64_t width = Di - d < CG_LANES ? Di - d : CG_LANES;
-                for (int64_t i = 0; i < width; i++) acc[i] = out[i];
-                for (int64_t j = 0; j < m; j++) {
-                    const REAL *key = rows + (list ? (int64_t)list[j] : j) * Di + d;
-                    LANES dot = dots[j * groups + g];
-                    if (width == CG_LANES) {
-                        _Pragma("GCC unroll 8") for (int i = 0; i < CG_LANES; i++) acc[i] += key[i] * dot;
-                    } else {
-                        for (int64_t i = 0; i < width; i++) acc[i] += key[i] * dot;
-                    }
-                }
-                for (int64_t i = 0; i < width; i++) out[i] = acc[i];
+    for (int64_t g = 0; g < groups; g++) {
+        LANES weight = {0}, sum = dw[g];
+        for (int64_t h = 0; h < CG_LANES && g * CG_LANES + h < Hi; h++) weight[h] = w[g * CG_LANES + h];
+        for (int64_t j = 0; j < m; j += CG_LANES) {
+            const REAL *key[CG_LANES];
+            LANES tile[CG_LANES];
+            KERNEL(keys_at)(index ? k : k + j * Di, Di, index ? index + j : NULL, m - j, key);
+            KERNEL(key_dots)(lanes + g * Di, Di, key, tile);
+            for (int64_t i = 0; i < CG_LANES && j + i < m; i++) {
+                __typeof__(tile[i] > tile[i]) on = tile[i] > (LANES){0};
+                const LANES scaled = ds[j + i] * weight;
+                sum += ds[j + i] * (LANES)(on & (__typeof__(on))tile[i]);
+                dots[(j + i) * groups + g] = (LANES)(on & (__typeof__(on))scaled);
             }
         }
-        for (int64_t j = 0; j < m; j++) {
-            const REAL *dot = (const REAL *)(dots + j * groups);
-            REAL *row = drows + (list ? (int64_t)list[j] : j) * Di;
-            for (int64_t h = 0; h < Hi; h++)
-                for (int64_t d = 0; d < Di; d++) row[d] += dot[h] * q[h * Di + d];
+        dw[g] = sum;
+    }
+}
+
+static __attribute__((noinline)) void KERNEL(grad_queries)(const REAL *k, int64_t Hi, int64_t Di,
+                                                           const int32_t *index, int64_t m, const LANES *dots,
+                                                           LANES *dlanes) {
+    const int64_t groups = cg_ceil_div(Hi, CG_LANES);
+    for (int64_t g = 0; g < groups; g++) {
+        LANES *out = dlanes + g * Di;
+        int64_t d = 0;
+        for (; d + CG_LANES <= Di; d += CG_LANES) {
+            LANES sum[CG_LANES];
+            _Pragma("GCC unroll 8") for (int i = 0; i < CG_LANES; i++) sum[i] = out[d + i];
+            for (int64_t j = 0; j < m; j++) {
+                const REAL *key = k + (index ? (int64_t)index[j] : j) * Di + d;
+                const LANES dot = dots[j * groups + g];
+                _Pragma("GCC unroll 8") for (int i = 0; i < CG_LANES; i++) sum[i] += key[i] * dot;
+            }
+            _Pragma("GCC unroll 8") for (int i = 0; i < CG_LANES; i++) out[d + i] = sum[i];
         }
+        for (int64_t j = 0; j < m && d < Di; j++) {
+            const REAL *key = k + (index ? (int64_t)index[j] : j) * Di;
+            for (int64_t i = d; i < Di; i++) out[i] += key[i] * dots[j * groups + g];
+        }
+    }
+}
+
+static __attribute__((noinline)) void KERNEL(grad_keys)(const REAL *q, int64_t Hi, int64_t Di,
+                                                        const int32_t *index, int64_t m, const LANES *dots,
+                                                        REAL *dk) {
+    const int64_t groups = cg_ceil_div(Hi, CG_LANES);
+    for (int64_t j = 0; j < m; j++) {
+        const REAL *dot = (const REAL *)(dots + j * groups);
+        REAL *row = dk + (index ? (int64_t)index[j] : j) * Di;
+        int64_t d = 0;
+        for (; d + 4 * CG_LANES <= Di; d += 4 * CG_LANES) {
+            LANES *out = (LANES *)(row + d), sum[4] = {out[0], out[1], out[2], out[3]};
+            for (int64_t h = 0; h < Hi; h++) {
+                const LANES *head = (const LANES *)(q + h * Di + d);
+                _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) sum[i] += dot[h] * head[i];
+            }
+            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) out[i] = sum[i];
+        }
+        for (int64_t h = 0; h < Hi && d < Di; h++)
+            for (int64_t i = d; i < Di; i++) row[i] += dot[h] * q[h * Di + i];
+    }
+}
+
+/* All of it for n keys, from ds [n]; `index` as in keys_at. Adds to dlanes [groups, Di] (dq with heads in the
+ * lanes), dw [groups] and dk, whose rows match those of k. `dots` is scratch of cg_key_dots_bytes. */
+static inline void KERNEL(key_grads)(const LANES *lanes, const REAL *q, const REAL *w, const REAL *k,
+                                     int64_t Hi, int64_t Di, const int32_t *index, int64_t n, const REAL *ds,
+                                     LANES *dots, LANES *dlanes, LANES *dw, REAL *dk) {
+    for (int64_t j = 0; j < n; j += CG_KEY_TILE) {
+        const int64_t m = n - j < CG_KEY_TILE ? n - j : CG_KEY_TILE, skip = index ? 0 : j * Di;
+        const int32_t *list = index ? index + j : NULL;
+        KERNEL(grad_dots)(lanes, w, k + skip, Hi, Di, list, m, ds + j, dots, dw);
+        KERNEL(grad_queries)(k + skip, Hi, Di, list, m, dots, dlanes);
+        KERNEL(grad_keys)(q, Hi, Di, list, m, dots, dk + skip);
     }
 }
 

@@ -112,6 +112,14 @@ static cg_cost indexer_scores_at_grad_cost(const cg_node *node) {
 #define LIST_3_4                                                                                               \
     (int32_t[]) { -1, 2, -1, 0, -1, -1, -1, -1, 4, 4, 1, 2 }
 
+#define FOUR(...) __VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__
+#define LIST_64                                                                                                \
+    {                                                                                                          \
+        .shape = CG_DIMS(64, 11), .i32 = (int32_t[]) {                                                         \
+            FOUR(FOUR(FOUR(7, -1, 130, 0, 7, 99, 42, 2, 129, -1, 64)))                                         \
+        }                                                                                                      \
+    }
+
 static const cg_case indexer_scores_at_cases[] = {
     {.name = "gaps, repeats, an empty row",
      .in = {{.shape = CG_DIMS(3, 3, 2)},
@@ -136,6 +144,10 @@ static const cg_case indexer_scores_at_cases[] = {
             {.shape = CG_DIMS(3, 2), .real = (double[]){3, 5, NAN_, INF_, -1, 4}, .constant = true},
             {.shape = CG_DIMS(1, 3), .i32 = (int32_t[]){2, -1, 0}}},
      .crosses = "q w k topk"},
+    {.name = "large",
+     .in = {{.shape = CG_DIMS(64, 11, 33)}, {.shape = CG_DIMS(64, 11)}, {.shape = CG_DIMS(131, 33)}, LIST_64},
+     .crosses = "q w k topk",
+     .large = true},
     {.name = "no slot",
      .in = {{.shape = CG_DIMS(2, 1, 2)},
             {.shape = CG_DIMS(2, 1)},

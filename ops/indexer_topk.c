@@ -6,9 +6,9 @@
  *   s[t,j] = sum_h w[t,h] * relu(q[t,h,:] . k[j,:])       over the visible rows of t alone
  *
  * Equal scores go to the lower index, -0.0 equals +0.0. A visible row whose score is -inf is a candidate like
- * any other and comes last; rows that t does not see are none, whatever they hold. Scores are made for a few
- * rows and keys at a time and fed to a heap of the K best, so no [T, C] exists, let alone [T, Hi, C]. A score
- * has the bits that indexer_head_scores, relu and indexer_head_sum give, so that topk chooses the same there.
+ * any other and comes last; rows that t does not see are none, whatever they hold. Heads are summed
+ * in registers, and each thread holds the scores of a few rows, so no [T, C] exists, let alone [T, Hi, C]. A
+ * score has the bits that indexer_head_scores, relu and indexer_head_sum give, so that topk chooses the same.
  *
  * Saved:     nothing; the list itself is kept by those who take it (4*T*K bytes)
  * Recompute: never, this is a choice
@@ -37,15 +37,16 @@ static bool indexer_topk_infer(cg_infer *infer) {
     return true;
 }
 
-/* One thread's piece: packed queries and kept scores of its rows. */
-static size_t indexer_topk_piece(int64_t Hi, int64_t Di, int64_t K, size_t real) {
+/* One thread's piece: packed queries and scores of its rows, and what selecting takes. */
+static size_t indexer_topk_piece(int64_t Hi, int64_t Di, int64_t C, int64_t K, size_t real) {
     return cg_align_bytes((size_t)(TOPK_ROWS * cg_ceil_div(Hi, CG_LANES) * CG_LANES * Di) * real) +
-           cg_align_bytes((size_t)(TOPK_ROWS * K) * real);
+           cg_align_bytes((size_t)(TOPK_ROWS * C) * real) + cg_select_bytes(C, K, real);
 }
 
 static size_t indexer_topk_workspace(const cg_node *node) {
     const cg_shape *q = &node->in[0]->shape;
-    return (size_t)cg_thread_slots() * indexer_topk_piece(q->dims[1], q->dims[2], node->out[0]->shape.dims[1],
+    return (size_t)cg_thread_slots() * indexer_topk_piece(q->dims[1], q->dims[2], node->in[2]->shape.dims[0],
+                                                          node->out[0]->shape.dims[1],
                                                           cg_dtype_bytes(node->in[0]->dtype));
 }
 
@@ -73,6 +74,12 @@ static cg_cost indexer_topk_cost(const cg_node *node) {
 #define NAN_ __builtin_nan("")
 #define INF_ __builtin_inf()
 
+#define FOUR(...) __VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__
+#define ROWS_64                                                                                                \
+    {                                                                                                          \
+        .shape = CG_DIMS(64, 5), .i32 = (int32_t[]) { FOUR(FOUR(FOUR(0, 999, 1, 130, 1))) }                    \
+    }
+
 static const cg_case indexer_topk_cases[] = {
     {.name = "two segments and padding",
      .in = {{.shape = CG_DIMS(8, 3, 5)},
@@ -98,6 +105,10 @@ static const cg_case indexer_topk_cases[] = {
             {.shape = CG_DIMS(3, 1), .real = (double[]){INF_, 5, -INF_}},
             ONE_ROW(3)},
      .attr = &(indexer_topk_attr){3}},
+    {.name = "large",
+     .in = {{.shape = CG_DIMS(64, 11, 33)}, {.shape = CG_DIMS(64, 11)}, {.shape = CG_DIMS(131, 33)}, ROWS_64},
+     .attr = &(indexer_topk_attr){17},
+     .large = true},
     {.name = "nothing chosen",
      .in = {{.shape = CG_DIMS(1, 2, 3)}, {.shape = CG_DIMS(1, 2)}, {.shape = CG_DIMS(4, 3)}, ONE_ROW(4)},
      .attr = &(indexer_topk_attr){0}},
@@ -163,28 +174,6 @@ cg_value *cg_indexer_topk(cg_graph *graph, cg_value *q, cg_value *w, cg_value *k
 #include "ops/indexer_kernels.h"
 #include "ops/select.h"
 
-/* Offer the visible keys from..to-1 of row t to its heap; returns the first key whose score is NaN, or -1. */
-static int64_t KERNEL(topk_visit)(const LANES *lanes, const REAL *w, const REAL *k, int64_t Hi, int64_t Di,
-                                  int64_t from, int64_t to, int64_t K, REAL *best, int32_t *index, int64_t *n) {
-    for (int64_t j = from; j < to; j += CG_LANES) {
-        const REAL *key[CG_LANES];
-        REAL score[CG_LANES];
-        int64_t m = to - j < CG_LANES ? to - j : CG_LANES;
-        KERNEL(keys_at)(k + j * Di, Di, NULL, m, key);
-        *(LANES *)score = KERNEL(key_scores)(lanes, w, Hi, Di, key);
-        if (*n == K && K > 0) {
-            int some = 0; /* NaN is below nothing, so it is not passed over */
-            for (int i = 0; i < CG_LANES; i++) some |= !(score[i] <= best[0]);
-            if (!some) continue;
-        }
-        for (int64_t i = 0; i < m; i++) {
-            if (score[i] != score[i]) return j + i;
-            KERNEL(heap_offer)(best, index, n, K, score[i], (int32_t)(j + i));
-        }
-    }
-    return -1;
-}
-
 static bool KERNEL(indexer_topk)(const cg_run_args *args) {
     const REAL *q = args->in[0].data, *w = args->in[1].data, *k = args->in[2].data;
     const int32_t *rows = args->in[3].data;
@@ -198,29 +187,37 @@ static bool KERNEL(indexer_topk)(const cg_run_args *args) {
     for (int64_t t0 = 0; t0 < T; t0 += TOPK_ROWS) {
         const int64_t n_rows = T - t0 < TOPK_ROWS ? T - t0 : TOPK_ROWS;
         char *at =
-            (char *)args->workspace + (size_t)cg_thread_slot() * indexer_topk_piece(Hi, Di, K, sizeof(REAL));
+            (char *)args->workspace + (size_t)cg_thread_slot() * indexer_topk_piece(Hi, Di, C, K, sizeof(REAL));
         LANES *lanes = cg_take(&at, (size_t)(TOPK_ROWS * lanes_row) * sizeof(LANES));
-        REAL *best = cg_take(&at, (size_t)(TOPK_ROWS * K) * sizeof(REAL));
-        int64_t n[TOPK_ROWS] = {0}, first = C, end = 0;
+        REAL *scores = cg_take(&at, (size_t)(TOPK_ROWS * C) * sizeof(REAL));
+        const SELECT scratch = KERNEL(select_take)(&at, C, K);
+        int64_t first = C, end = 0;
         for (int64_t r = 0; r < n_rows; r++) {
             const int32_t *row = rows + (t0 + r) * CG_ROW_FIELDS;
-            if (row[CG_ROW_VISIBLE] == 0) continue;
-            int64_t last = (int64_t)row[CG_ROW_COMPRESSED] + row[CG_ROW_VISIBLE];
-            if (row[CG_ROW_COMPRESSED] < first) first = row[CG_ROW_COMPRESSED];
-            if (last > end) end = last;
+            const int64_t start = row[CG_ROW_COMPRESSED], n = row[CG_ROW_VISIBLE];
+            if (n == 0) continue;
+            first = start < first ? start : first;
+            end = start + n > end ? start + n : end;
             KERNEL(query_pack)(q + (t0 + r) * Hi * Di, Hi, Di, lanes + r * lanes_row);
         }
         for (int64_t c = first; c < end; c += TOPK_KEYS)
             for (int64_t r = 0; r < n_rows; r++) {
                 const int32_t *row = rows + (t0 + r) * CG_ROW_FIELDS;
-                int64_t from = row[CG_ROW_COMPRESSED], to = from + row[CG_ROW_VISIBLE], t = t0 + r;
-                if (from < c) from = c;
-                if (to > c + TOPK_KEYS) to = c + TOPK_KEYS;
-                int64_t nan = KERNEL(topk_visit)(lanes + r * lanes_row, w + t * Hi, k, Hi, Di, from, to, K,
-                                                 best + r * K, topk + t * K, &n[r]);
-                if (nan >= 0 && t * C + nan < bad) bad = t * C + nan;
+                const int64_t start = row[CG_ROW_COMPRESSED];
+                int64_t from = start, to = start + row[CG_ROW_VISIBLE];
+                from = from < c ? c : from;
+                to = to > c + TOPK_KEYS ? c + TOPK_KEYS : to;
+                if (from < to) KERNEL(scores_of)
+                (lanes + r * lanes_row, w + (t0 + r) * Hi, k + from * Di, Hi, Di, to - from,
+                 scores + r * C + (from - start));
             }
-        for (int64_t r = 0; r < n_rows; r++) KERNEL(heap_finish)(best + r * K, topk + (t0 + r) * K, n[r], K);
+        for (int64_t r = 0; r < n_rows; r++) {
+            const int32_t *row = rows + (t0 + r) * CG_ROW_FIELDS;
+            const int64_t nan = KERNEL(select)(scores + r * C, row[CG_ROW_VISIBLE], K, row[CG_ROW_COMPRESSED],
+                                               &scratch, topk + (t0 + r) * K);
+            const int64_t place = (t0 + r) * C + row[CG_ROW_COMPRESSED] + nan;
+            if (nan >= 0 && place < bad) bad = place;
+        }
     }
     if (bad == INT64_MAX) return true;
     return cg_fail(args->error, CG_BAD_INPUT, "row %lld: the score of compressed row %lld is NaN",

@@ -1,5 +1,4 @@
-/* The columns of largest score among those a row sees: the choice spelled out, on scores that are there
- * already.
+/* The columns of largest score among those a row sees: the choice spelled out.
  *
  *   scores [T, C]   rows [T, CG_ROW_FIELDS] -> topk [T, K] i32, columns by falling score, then -1
  *
@@ -31,10 +30,9 @@ static bool topk_infer(cg_infer *infer) {
     return true;
 }
 
-/* The kept scores of each thread's row. */
 static size_t topk_workspace(const cg_node *node) {
-    return (size_t)cg_thread_slots() *
-           cg_align_bytes((size_t)node->out[0]->shape.dims[1] * cg_dtype_bytes(node->in[0]->dtype));
+    return (size_t)cg_thread_slots() * cg_select_bytes(node->in[0]->shape.dims[1], node->out[0]->shape.dims[1],
+                                                       cg_dtype_bytes(node->in[0]->dtype));
 }
 
 #define CG_KERNEL_FILE "ops/topk.c"
@@ -49,6 +47,12 @@ static cg_cost topk_cost(const cg_node *node) {
 #define INF_ __builtin_inf()
 #define SEES(first, visible) 0, 0, first, visible, 1
 
+#define FOUR(...) __VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__
+#define ROWS_64                                                                                                \
+    {                                                                                                          \
+        .shape = CG_DIMS(64, 5), .i32 = (int32_t[]) { FOUR(FOUR(FOUR(SEES(1, 130)))) }                         \
+    }
+
 static const cg_case topk_cases[] = {
     {.name = "ties",
      .in = {{.shape = CG_DIMS(2, 6), .real = (double[]){5, 1, 5, 5, 9, 9, 0, 0, 0, 7, -0., 0}},
@@ -58,6 +62,7 @@ static const cg_case topk_cases[] = {
      .in = {{.shape = CG_DIMS(2, 4), .real = (double[]){NAN_, -INF_, INF_, 3, NAN_, NAN_, NAN_, NAN_}},
             {.shape = CG_DIMS(2, 5), .i32 = (int32_t[]){SEES(1, 3), SEES(2, 0)}}},
      .attr = &(topk_attr){3}},
+    {.name = "large", .in = {{.shape = CG_DIMS(64, 131)}, ROWS_64}, .attr = &(topk_attr){17}, .large = true},
     {.name = "nothing chosen",
      .in = {{.shape = CG_DIMS(1, 4)}, {.shape = CG_DIMS(1, 5), .i32 = (int32_t[]){SEES(0, 4)}}},
      .attr = &(topk_attr){0}},
@@ -118,17 +123,12 @@ static bool KERNEL(topk)(const cg_run_args *args) {
     int64_t bad = INT64_MAX; /* row * C + column of the first NaN */
 #pragma omp parallel for schedule(static) reduction(min : bad)
     for (int64_t t = 0; t < T; t++) {
-        REAL *best = (REAL *)((char *)args->workspace +
-                              (size_t)cg_thread_slot() * cg_align_bytes((size_t)K * sizeof(REAL)));
-        const int64_t from = rows[t * CG_ROW_FIELDS + CG_ROW_COMPRESSED];
-        const int64_t to = from + rows[t * CG_ROW_FIELDS + CG_ROW_VISIBLE];
-        int64_t n = 0;
-        for (int64_t c = from; c < to; c++) {
-            const REAL score = scores[t * C + c];
-            if (score != score && t * C + c < bad) bad = t * C + c;
-            KERNEL(heap_offer)(best, topk + t * K, &n, K, score, (int32_t)c);
-        }
-        KERNEL(heap_finish)(best, topk + t * K, n, K);
+        char *at = (char *)args->workspace + (size_t)cg_thread_slot() * cg_select_bytes(C, K, sizeof(REAL));
+        const SELECT scratch = KERNEL(select_take)(&at, C, K);
+        const int64_t first = rows[t * CG_ROW_FIELDS + CG_ROW_COMPRESSED];
+        const int64_t nan = KERNEL(select)(scores + t * C + first, rows[t * CG_ROW_FIELDS + CG_ROW_VISIBLE], K,
+                                           first, &scratch, topk + t * K);
+        if (nan >= 0 && t * C + first + nan < bad) bad = t * C + first + nan;
     }
     if (bad == INT64_MAX) return true;
     return cg_fail(args->error, CG_BAD_INPUT, "row %lld: the score of column %lld is NaN", (long long)(bad / C),
