@@ -62,8 +62,15 @@ static cg_cost gather_grad_cost(const cg_node *node) {
         .shape = CG_DIMS(3, 3), .i32 = (int32_t[]) { 2, -1, 0, -1, -1, -1, 3, 3, 1 }                           \
     }
 
+#define FOUR(...) __VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__
+#define LIST_64                                                                                                \
+    {                                                                                                          \
+        .shape = CG_DIMS(64, 5), .i32 = (int32_t[]) { FOUR(FOUR(FOUR(7, -1, 130, 0, 7))) }                     \
+    }
+
 static const cg_case gather_cases[] = {
     {.name = "gaps, repeats, an empty row", .in = {{.shape = CG_DIMS(3, 4)}, LIST}, .crosses = "index"},
+    {.name = "large", .in = {{.shape = CG_DIMS(64, 131)}, LIST_64}, .large = true},
     {.name = "no slot", .in = {{.shape = CG_DIMS(2, 3)}, {.shape = CG_DIMS(2, 0), .i32 = (int32_t[]){0}}}},
     {.name = "no column",
      .in = {{.shape = CG_DIMS(1, 0)}, {.shape = CG_DIMS(1, 2), .i32 = (int32_t[]){-1, -1}}}},

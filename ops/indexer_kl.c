@@ -5,8 +5,7 @@
  *
  *   p     = softmax of a row's scores over its slots that are not -inf
  *   kl[t] = sum_j teacher (log teacher - log p)           0 where teacher is 0, no floor and no epsilon
- *   loss  = coeff / N * sum_t kl[t]                       N: real rows, all rows, or 1 (cg_reduction); at least
- * 1
+ *   loss  = coeff / N * sum_t kl[t]                       N: real rows, all rows, or 1; at least 1
  *
  * The teacher is a constant. Real rows whose slots are all absent add 0, get the gradient 0, and count in N.
  * Padding rows add 0, get the gradient 0, count only among all rows, and may hold anything. log p is made as
@@ -117,6 +116,12 @@ static cg_cost indexer_kl_grad_cost(const cg_node *node) {
         .shape = CG_DIMS(3, 5), .i32 = (int32_t[]) { ROW(4, 1), ROW(4, 1), ROW(4, 0) }                         \
     }
 
+#define FOUR(...) __VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__
+#define ROWS_64                                                                                                \
+    {                                                                                                          \
+        .shape = CG_DIMS(64, 5), .i32 = (int32_t[]) { FOUR(FOUR(FOUR(ROW(33, 1)))) }                           \
+    }
+
 static const cg_case indexer_kl_cases[] = {
     {.name = "mean over real rows",
      .in = {PLAIN_SCORES, PLAIN_TEACHER, PLAIN_ROWS},
@@ -142,6 +147,10 @@ static const cg_case indexer_kl_cases[] = {
             {.shape = CG_DIMS(0, 2)},
             {.shape = CG_DIMS(0, 5), .i32 = (int32_t[]){0}}},
      .attr = KL_ATTR(CG_REDUCE_MEAN_REAL, 1)},
+    {.name = "large",
+     .in = {{.shape = CG_DIMS(64, 33)}, {.shape = CG_DIMS(64, 33), .offset = 1, .scale = .1}, ROWS_64},
+     .attr = KL_ATTR(CG_REDUCE_MEAN_REAL, 1),
+     .large = true},
     {.name = "teacher at an absent slot",
      .in = {{.shape = CG_DIMS(1, 2), .real = (double[]){0, -INF_}},
             {.shape = CG_DIMS(1, 2), .real = (double[]){.5, .5}},

@@ -85,6 +85,12 @@ static cg_cost kl_div_grad_cost(const cg_node *node) {
         .shape = CG_DIMS(3, 5), .i32 = (int32_t[]) { 0, 0, 0, 4, 1, 0, 1, 0, 4, 1, 0, 2, 0, 0, 0 }             \
     }
 
+#define FOUR(...) __VA_ARGS__, __VA_ARGS__, __VA_ARGS__, __VA_ARGS__
+#define ROWS_64                                                                                                \
+    {                                                                                                          \
+        .shape = CG_DIMS(64, 5), .i32 = (int32_t[]) { FOUR(FOUR(FOUR(0, 0, 0, 33, 1))) }                       \
+    }
+
 static const cg_case kl_div_cases[] = {
     {.name = "mean over real rows",
      .in = {LOG_P, TARGET, ROWS_3},
@@ -107,6 +113,10 @@ static const cg_case kl_div_cases[] = {
             {.shape = CG_DIMS(0, 2)},
             {.shape = CG_DIMS(0, 5), .i32 = (int32_t[]){0}}},
      .attr = KL_ATTR(CG_REDUCE_MEAN_REAL, 1)},
+    {.name = "large",
+     .in = {{.shape = CG_DIMS(64, 33)}, {.shape = CG_DIMS(64, 33), .offset = 1, .scale = .1}, ROWS_64},
+     .attr = KL_ATTR(CG_REDUCE_MEAN_REAL, 1),
+     .large = true},
     {.name = "shapes differ",
      .in = {LOG_P, {.shape = CG_DIMS(3, 3)}, ROWS_3},
      .attr = KL_ATTR(CG_REDUCE_SUM, 1),

@@ -765,6 +765,26 @@ START_TEST(three_forms_agree) {
 }
 END_TEST
 
+START_TEST(f32_agrees_with_f64_on_many_rows) {
+    problem p = random_problem();
+    for (int sparse = 0; sparse < 2; sparse++) {
+        solved exact = solve(&p, CG_F64, STREAMED, CG_TEACHER_FULL, sparse, false);
+        for (form form = 0; form < FORMS; form++) {
+            solved s = solve(&p, CG_F32, form, CG_TEACHER_FULL, sparse, false);
+            expect_close("loss", bench_get(&s.b, s.loss), bench_get(&exact.b, exact.loss), 1, 1e-6);
+            expect_close("kl", bench_get(&s.b, s.kl), bench_get(&exact.b, exact.kl), p.T, 1e-5);
+            const cg_value *a[] = {s.q_index, s.w, s.k_index}, *b[] = {exact.q_index, exact.w, exact.k_index};
+            for (int i = 0; i < 3; i++)
+                expect_close("gradient", bench_grad(&s.b, a[i]), bench_grad(&exact.b, b[i]),
+                             cg_shape_count(&a[i]->shape), 1e-5);
+            bench_free(&s.b);
+        }
+        bench_free(&exact.b);
+    }
+    random_close(&p);
+}
+END_TEST
+
 START_TEST(bits_do_not_depend_on_threads) {
     problem p = random_problem();
     cg_error error = {0};
@@ -851,4 +871,4 @@ SUITE("indexer", stored_losses, boundary_scores_are_exact, stored_teacher_modes,
       ties_go_to_the_lower_index, fewer_candidates_than_width, relu_is_applied_to_each_head,
       lists_count_from_the_start_of_the_array, averages_are_not_averaged, derivative_at_the_kink_is_zero,
       zero_coefficient_gives_plain_zeros, streamed_scores_have_the_spelled_out_bits, three_forms_agree,
-      bits_do_not_depend_on_threads, health_by_definition)
+      f32_agrees_with_f64_on_many_rows, bits_do_not_depend_on_threads, health_by_definition)
