@@ -125,7 +125,7 @@ static bool KERNEL(indexer_head_sum)(const cg_run_args *args) {
         for (int64_t c = 0; c < C; c++) y[t * C + c] = 0;
         for (int64_t h = 0; h < Hi; h++) {
             const REAL weight = w[t * Hi + h], *row = x + (t * Hi + h) * C;
-            for (int64_t c = 0; c < C; c++) y[t * C + c] += weight * row[c];
+            for (int64_t c = 0; c < C; c++) y[t * C + c] = KERNEL(CG_FMA)(weight, row[c], y[t * C + c]);
         }
     }
     return true;

@@ -5,9 +5,19 @@
  * of q.k is the fused sum over the channels in order, the same bits as cg_gemm gives (as long as that does not
  * cut the channels: up to 512 in f32, 256 in f64). Heads are added in order. */
 
+/* Vectors wider than the processor has are passed between static functions alone: no ABI to worry about. */
+#pragma GCC diagnostic ignored "-Wpsabi"
 #undef LANES
 #define LANES KERNEL(lanes)
 typedef REAL LANES __attribute__((vector_size(CG_LANES * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
+
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+/* The only use of 64-byte vectors without AVX-512: CG_FUSED_f64. */
+static inline __attribute__((always_inline, unused)) LANES KERNEL(halves)(REAL a, LANES b, LANES c) {
+    for (int i = 0; i < CG_LANES; i++) c[i] = KERNEL(CG_FMA)(a, b[i], c[i]);
+    return c;
+}
+#endif
 
 /* a[i][j] becomes a[j][i]: swap blocks of 1, then of 2, then of 4 across the diagonal. */
 static inline __attribute__((always_inline)) void KERNEL(transpose)(LANES a[CG_LANES]) {
@@ -85,7 +95,8 @@ KERNEL(key_dots)(const LANES *lanes, int64_t Di, const REAL *const key[CG_LANES]
     LANES sum[CG_LANES] = {0};
     for (int64_t d = 0; d < Di; d++) {
         LANES q = lanes[d];
-        _Pragma("GCC unroll 8") for (int i = 0; i < CG_LANES; i++) sum[i] += key[i][d] * q;
+        _Pragma("GCC unroll 8") for (int i = 0; i < CG_LANES; i++) sum[i] =
+            KERNEL(CG_FUSED)(key[i][d], q, sum[i]);
     }
     _Pragma("GCC unroll 8") for (int i = 0; i < CG_LANES; i++) dots[i] = sum[i];
 }
@@ -99,10 +110,11 @@ static __attribute__((noinline)) LANES KERNEL(key_scores)(const LANES *lanes, co
         KERNEL(key_dots)(lanes + h0 / CG_LANES * Di, Di, key, dots);
         KERNEL(transpose)(dots);
         if (Hi - h0 >= CG_LANES) {
-            _Pragma("GCC unroll 8") for (int h = 0; h < CG_LANES; h++) score +=
-                w[h0 + h] * KERNEL(relu_lanes)(dots[h]);
+            _Pragma("GCC unroll 8") for (int h = 0; h < CG_LANES; h++) score =
+                KERNEL(CG_FUSED)(w[h0 + h], KERNEL(relu_lanes)(dots[h]), score);
         } else {
-            for (int64_t h = 0; h < Hi - h0; h++) score += w[h0 + h] * KERNEL(relu_lanes)(dots[h]);
+            for (int64_t h = 0; h < Hi - h0; h++)
+                score = KERNEL(CG_FUSED)(w[h0 + h], KERNEL(relu_lanes)(dots[h]), score);
         }
     }
     return score;

@@ -95,7 +95,7 @@ typedef struct solved {
     cg_value *list, *target, *predict; /* the support and both distributions on it; NULL when streamed */
 } solved;
 
-static solved solve(const problem *p, cg_dtype dtype, form form, cg_teacher teacher, bool sparse, bool rotate) {
+static solved solve(const problem *p, cg_dtype dtype, form how, cg_teacher teacher, bool sparse, bool rotate) {
     solved s = {.b = bench_new(dtype)};
     cg_graph *g = s.b.graph;
     s.q_index = bench_real(&s.b, "q_index", CG_SHAPE(p->T, p->Hi, p->Di), p->q_index);
@@ -111,7 +111,7 @@ static solved solve(const problem *p, cg_dtype dtype, form form, cg_teacher teac
     cg_value *q_index = rotate ? cg_hadamard(g, s.q_index) : s.q_index;
     cg_value *k_index = rotate ? cg_hadamard(g, s.k_index) : s.k_index;
     cg_value *all = NULL; /* [T, C] */
-    if (form == SPELLED) {
+    if (how == SPELLED) {
         all = cg_indexer_head_sum(g, cg_relu(g, cg_indexer_head_scores(g, q_index, k_index)), s.w);
         s.topk = cg_topk(g, all, s.rows, p->K);
     } else {
@@ -119,7 +119,7 @@ static solved solve(const problem *p, cg_dtype dtype, form form, cg_teacher teac
     }
     cg_attention attention =
         cg_csa_attention(g, s.q, s.kv, s.ckv, s.sink, s.topk, s.rows, p->window, p->scale, teacher);
-    if (form == STREAMED && !sparse) {
+    if (how == STREAMED && !sparse) {
         s.loss = cg_indexer_dense_loss(g, q_index, s.w, k_index, s.q, s.ckv, attention.window_lse, s.sink,
                                        s.rows, p->scale, teacher, p->reduction, p->coeff);
     } else {
@@ -128,12 +128,12 @@ static solved solve(const problem *p, cg_dtype dtype, form form, cg_teacher teac
                           : cg_csa_teacher_at(g, s.q, s.ckv, s.list,
                                               teacher == CG_TEACHER_FULL ? attention.window_lse : NULL,
                                               teacher == CG_TEACHER_SINK ? s.sink : NULL, p->scale, teacher);
-        cg_value *scores = form == SPELLED ? cg_gather(g, all, s.list)
-                                           : cg_indexer_scores_at(g, q_index, s.w, k_index, s.list);
+        cg_value *scores =
+            how == SPELLED ? cg_gather(g, all, s.list) : cg_indexer_scores_at(g, q_index, s.w, k_index, s.list);
         s.predict = cg_keep(cg_softmax(g, scores, s.list, false));
-        s.loss = form == SPELLED ? cg_kl_div(g, cg_softmax(g, scores, s.list, true), s.target, s.rows,
-                                             p->reduction, p->coeff)
-                                 : cg_indexer_kl(g, scores, s.target, s.rows, p->reduction, p->coeff);
+        s.loss = how == SPELLED ? cg_kl_div(g, cg_softmax(g, scores, s.list, true), s.target, s.rows,
+                                            p->reduction, p->coeff)
+                                : cg_indexer_kl(g, scores, s.target, s.rows, p->reduction, p->coeff);
     }
     cg_keep(s.list);
     cg_keep(s.target);
@@ -197,9 +197,9 @@ static void check_file(const char *name) {
     double *target = packed_columns(&p, "oracle.target"), *predict = packed_columns(&p, "oracle.predict");
     double *kl = golden_get(p.file, "oracle.kl", 0), *loss = golden_get(p.file, "oracle.loss", 0);
     for (int dtype = CG_F32; dtype <= CG_F64; dtype++)
-        for (form form = 0; form < FORMS; form++) {
+        for (form how = 0; how < FORMS; how++) {
             const double bound = dtype == CG_F32 ? 1e-5 : 1e-12;
-            solved s = solve(&p, (cg_dtype)dtype, form, CG_TEACHER_FULL, p.sparse, false);
+            solved s = solve(&p, (cg_dtype)dtype, how, CG_TEACHER_FULL, p.sparse, false);
             expect_topk(&p, &s, name);
             expect_close("loss", bench_get(&s.b, s.loss), loss, 1, bound);
             expect_close("kl", bench_get(&s.b, s.kl), kl, p.T, bound);
@@ -261,10 +261,10 @@ START_TEST(stored_teacher_modes) {
     for (int dtype = CG_F32; dtype <= CG_F64; dtype++)
         for (int m = 0; m < 3; m++)
             for (int sparse = 0; sparse < 2; sparse++)
-                for (form form = 0; form < FORMS; form++) {
+                for (form how = 0; how < FORMS; how++) {
                     const double bound = dtype == CG_F32 ? 1e-5 : 1e-12;
                     char name[64];
-                    solved s = solve(&p, (cg_dtype)dtype, form, modes[m].teacher, sparse, false);
+                    solved s = solve(&p, (cg_dtype)dtype, how, modes[m].teacher, sparse, false);
                     expect_topk(&p, &s, "teacher_modes");
                     snprintf(name, sizeof name, "oracle.loss_%s_%s", modes[m].name,
                              sparse ? "sparse" : "dense");
@@ -664,8 +664,8 @@ START_TEST(zero_coefficient_gives_plain_zeros) {
     problem p = problem_open("thd_padded_sparse_mean");
     p.coeff = 0;
     for (int sparse = 0; sparse < 2; sparse++)
-        for (form form = 0; form < SPELLED; form++) {
-            solved s = solve(&p, CG_F64, form, CG_TEACHER_FULL, sparse, false);
+        for (form how = 0; how < SPELLED; how++) {
+            solved s = solve(&p, CG_F64, how, CG_TEACHER_FULL, sparse, false);
             ck_assert(bench_get(&s.b, s.loss)[0] == 0);
             const cg_value *leaves[] = {s.q_index, s.w, s.k_index};
             for (int i = 0; i < 3; i++) {
@@ -748,8 +748,8 @@ START_TEST(three_forms_agree) {
     problem p = random_problem();
     for (int sparse = 0; sparse < 2; sparse++) {
         solved first = solve(&p, CG_F64, STREAMED, CG_TEACHER_FULL, sparse, false);
-        for (form form = LISTS; form < FORMS; form++) {
-            solved s = solve(&p, CG_F64, form, CG_TEACHER_FULL, sparse, false);
+        for (form how = LISTS; how < FORMS; how++) {
+            solved s = solve(&p, CG_F64, how, CG_TEACHER_FULL, sparse, false);
             expect_close("loss", bench_get(&s.b, s.loss), bench_get(&first.b, first.loss), 1, 1e-12);
             expect_close("kl", bench_get(&s.b, s.kl), bench_get(&first.b, first.kl), p.T, 1e-12);
             expect_close("dq", bench_grad(&s.b, s.q_index), bench_grad(&first.b, first.q_index),
@@ -769,8 +769,8 @@ START_TEST(f32_agrees_with_f64_on_many_rows) {
     problem p = random_problem();
     for (int sparse = 0; sparse < 2; sparse++) {
         solved exact = solve(&p, CG_F64, STREAMED, CG_TEACHER_FULL, sparse, false);
-        for (form form = 0; form < FORMS; form++) {
-            solved s = solve(&p, CG_F32, form, CG_TEACHER_FULL, sparse, false);
+        for (form how = 0; how < FORMS; how++) {
+            solved s = solve(&p, CG_F32, how, CG_TEACHER_FULL, sparse, false);
             expect_close("loss", bench_get(&s.b, s.loss), bench_get(&exact.b, exact.loss), 1, 1e-6);
             expect_close("kl", bench_get(&s.b, s.kl), bench_get(&exact.b, exact.kl), p.T, 1e-5);
             const cg_value *a[] = {s.q_index, s.w, s.k_index}, *b[] = {exact.q_index, exact.w, exact.k_index};
@@ -789,11 +789,11 @@ START_TEST(bits_do_not_depend_on_threads) {
     problem p = random_problem();
     cg_error error = {0};
     for (int sparse = 0; sparse < 2; sparse++)
-        for (form form = 0; form < FORMS; form++) {
+        for (form how = 0; how < FORMS; how++) {
             ck_assert(cg_threads_set(1, &error));
-            solved one = solve(&p, CG_F32, form, CG_TEACHER_FULL, sparse, false);
+            solved one = solve(&p, CG_F32, how, CG_TEACHER_FULL, sparse, false);
             ck_assert(cg_threads_set(cg_thread_slots(), &error));
-            solved all = solve(&p, CG_F32, form, CG_TEACHER_FULL, sparse, false);
+            solved all = solve(&p, CG_F32, how, CG_TEACHER_FULL, sparse, false);
             ck_assert(bench_get(&one.b, one.loss)[0] == bench_get(&all.b, all.loss)[0]);
             const cg_value *a[] = {one.q_index, one.w, one.k_index}, *b[] = {all.q_index, all.w, all.k_index};
             for (int i = 0; i < 3; i++)
