@@ -153,7 +153,10 @@ static bool allocate(work *w) {
                 used = check->max_entries && n > check->max_entries ? check->max_entries : n;
         const double *x = cg_exec_data(check->exec, check->wrt[k]);
         for (int64_t i = 0; i < used; i++) {
-            int64_t entry = i * n / used;
+            /* one of each stretch, not its first: sizes are powers of two, and a stretch of whole rows would
+             * leave all columns but one unseen */
+            int64_t first = i * n / used, end = (i + 1) * n / used;
+            int64_t entry = first + cg_random_below(2, 1, (uint64_t)i, end - first);
             if (!isfinite(x[entry])) continue; /* -inf marks an absent score: there is no point beside it */
             double h = (check->step > 0 ? check->step : 1e-5) * fmax(1, fabs(x[entry]));
             w->columns[c++] = (column){k, entry, h};
