@@ -115,9 +115,9 @@ void cg_probe_feed(const cg_probe *probe, const int32_t *cu_seqlens, const int32
 
 /* ---- the check ---- */
 
-/* 128 tokens make the one compressed row of the HCA layer; 5 rows can see it. The second segment ends in the
+/* 128 tokens make the one compressed row of the HCA layer; 13 rows can see it. The second segment ends in the
  * middle of a group, 3 of its rows are padding, and 2 rows lie behind it. */
-enum { FIRST = 132, SECOND = 19, PADDING = 3, BEHIND = 2, N_ROWS = FIRST + SECOND + BEHIND };
+enum { FIRST = 140, SECOND = 19, PADDING = 3, BEHIND = 2, N_ROWS = FIRST + SECOND + BEHIND };
 
 /* The language-model loss is smooth here (its clamps are far away), so a long step keeps rounding small. The
  * indexer loss holds thousands of ReLUs: a step across one of them is off by too little to look like a kink and
@@ -133,7 +133,7 @@ static void feed_check(const cg_probe *probe) {
     for (int t = 0; t < N_ROWS; t++) {
         /* targets near the ends of the segments, so that the few rows which see the HCA layer's one row weigh
          * enough for their gradients to stand above the rounding of the loss */
-        bool real = t >= FIRST - 12 && t < FIRST + SECOND - PADDING;
+        bool real = t >= FIRST - 13 && t < FIRST + SECOND - PADDING;
         tokens[t] = t < FIRST + SECOND ? (int32_t)cg_random_below(3, 0, (uint64_t)t, 11) : -1;
         targets[t] = real && t != FIRST - 1 ? (int32_t)cg_random_below(3, 1, (uint64_t)t, 11) : -1;
     }
@@ -256,8 +256,8 @@ bool cg_layer_check(int64_t max_entries, cg_layer_report *report, cg_error *erro
     for (int p = 0; p < 3; p++)
         for (int s = CG_SUPPORT_SPARSE; s <= CG_SUPPORT_DENSE; s++)
             for (int t = CG_TEACHER_FULL; t <= CG_TEACHER_COMPRESSED; t++)
-                if (!check_one(policies[p], (cg_support)s, (cg_teacher)t, max_entries ? max_entries : 24, report,
-                               error))
+                if (!check_one(policies[p], (cg_support)s, (cg_teacher)t, max_entries ? max_entries : 24,
+                               report, error))
                     return false;
     return true;
 }

@@ -59,7 +59,7 @@ typedef struct cg_layer_report {
     char worst[512]; /* what failed first, or the worst entry */
 } cg_layer_report;
 
-/* Check the layer; entries per parameter, evenly spread, 0: a number that takes seconds. False: a run failed.
+/* Check the layer; entries per parameter, 0: a number that takes seconds. False: a run failed.
  */
 bool cg_layer_check(int64_t max_entries, cg_layer_report *report, cg_error *error);
 

@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/threads.h"
 #include "models/layer_check.h"
 #include "tools/options.h"
 #include "tools/table.h"
@@ -204,6 +205,7 @@ int csagrad_gradcheck(int argc, char **argv) {
         free(layer);
         return tool_failed(argv[0], &error);
     }
+    cg_threads_set(1, NULL); /* shapes are tiny: threads would wait more than work */
     int n;
     bool ok = check_ops(only, results, &n);
     if (!a.json) {
