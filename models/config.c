@@ -81,6 +81,9 @@ static const entry entries[] = {
     ABOVE(rope_scaling_beta_slow, 0, 1e6, "YaRN: turns up to which a frequency is divided by the factor"),
 
     ONE_OF(task, tasks, "text: next byte of files; recall: generated key and value pairs"),
+    INT(recall_keys, 2, 65536, "recall: different keys; a sequence uses recall_pairs of them"),
+    INT(recall_values, 2, 65536, "recall: different values; chance is 1/recall_values"),
+    INT(recall_pairs, 2, 65536, "recall: pairs in a sequence, one group of 4 tokens each"),
     INT(seq_len, 2, 1 << 24, "tokens of a sequence"),
     INT(batch_size, 1, 1 << 16, "sequences of a micro-batch, packed into batch_size * seq_len rows"),
     INT(accumulate, 1, 1 << 16, "micro-batches per step"),
@@ -140,6 +143,9 @@ cg_config cg_config_toy(void) {
         .rope_scaling_beta_fast = 32,
         .rope_scaling_beta_slow = 1,
         .task = CG_TASK_TEXT,
+        .recall_keys = 32,
+        .recall_values = 16,
+        .recall_pairs = 24,
         .seq_len = 512,
         .batch_size = 8,
         .accumulate = 1,
@@ -155,7 +161,7 @@ cg_config cg_config_toy(void) {
         .adam_eps = 1e-20,
         .weight_decay = 0.1,
         .max_grad_norm = 1,
-        .indexer_loss_coeff = 0.01,
+        .indexer_loss_coeff = 1,
         .teacher = CG_TEACHER_FULL,
         .support = CG_SUPPORT_SPARSE,
         .indexer_warmup = 0,
@@ -164,6 +170,25 @@ cg_config cg_config_toy(void) {
         .eval_batches = 8,
         .checkpoint_every = 0,
     };
+}
+
+/* Recall is solved by the first compressed layer that sees the pairs, so two CSA layers do; half as many steps
+ * as the run has teach all visible rows to be used, and the indexer which of them matter. */
+cg_config cg_config_default(cg_task task) {
+    cg_config config = cg_config_toy();
+    if (task != CG_TASK_RECALL) return config;
+    config.task = task;
+    config.num_hidden_layers = config.n_compress_ratios = 2;
+    memset(config.compress_ratios, 0, sizeof config.compress_ratios);
+    config.compress_ratios[0] = config.compress_ratios[1] = CG_RATIO_CSA;
+    config.head_dim = 64;
+    config.sliding_window = 8;
+    config.index_topk = 8;
+    config.seq_len = 256;
+    config.learning_rate = 3e-3;
+    config.indexer_warmup = 200;
+    config.steps = 600;
+    return config;
 }
 
 /* ---- the table: ranges and values ---------------------------------------------------------------------- */
@@ -509,6 +534,10 @@ bool cg_config_load(cg_config *config, const char *path, cg_error *error) {
     cg_error own = {0};
     json_error_t problem;
     json_t *root = json_loadb(json, bytes, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, &problem);
+    const char *task = json_string_value(json_object_get(root, "task"));
+    for (int i = 0; task && tasks[i].name; i++)
+        if (!strcmp(task, tasks[i].name) && tasks[i].value != (int)config->task)
+            copy = cg_config_default(tasks[i].value);
     bool fine = root ? read_object(&copy, root, &own) : fail_parse(json, bytes, &problem, &own);
     json_decref(root);
     free(json);

@@ -35,6 +35,7 @@ typedef struct cg_config {
     double rope_scaling_beta_fast, rope_scaling_beta_slow;
 
     cg_task task;
+    int64_t recall_keys, recall_values, recall_pairs;
     int64_t seq_len, batch_size, accumulate, steps, seed;
     cg_dtype dtype;
     double learning_rate, min_lr_ratio;
@@ -51,10 +52,14 @@ typedef struct cg_config {
 /* The built-in toy: four layers, ratios 0 4 128 4, under a million parameters. */
 cg_config cg_config_toy(void);
 
-/* Read a JSON object over `config`: keys that the file lacks keep their values. The YaRN keys may also stand in
- * a nested object "rope_scaling" {type, factor, original_max_position_embeddings, beta_fast, beta_slow}, and
- * "rope_scaling": null means factor 1. Refuses a repeated key, an unknown one (naming the nearest), a wrong
- * type or range, and what cg_config_check refuses. On failure `config` is as before. */
+/* The defaults of a task: the toy for text, a smaller one with two CSA layers for recall. */
+cg_config cg_config_default(cg_task task);
+
+/* Read a JSON object over `config`: keys that the file lacks keep their values. A file that names another task
+ * is read over that task's defaults instead. The YaRN keys may also stand in a nested object "rope_scaling"
+ * {type, factor, original_max_position_embeddings, beta_fast, beta_slow}, and "rope_scaling": null means
+ * factor 1. Refuses a repeated key, an unknown one (naming the nearest), a wrong type or range, and what
+ * cg_config_check refuses. On failure `config` is as before. */
 bool cg_config_load(cg_config *config, const char *path, cg_error *error);
 
 /* Override one key from text. Numbers are written as in JSON (0.5, 1e-3, no blanks, no hexadecimal, no plus),

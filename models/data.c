@@ -35,6 +35,14 @@ struct part {
     int64_t n, bytes;
 };
 
+enum { PAIR_TOKENS = CG_RATIO_CSA };
+
+/* Sizes of the recall task. */
+typedef struct recall {
+    int64_t n_keys, n_values, n_pairs;
+    int64_t reach, questions_at; /* tokens that stacked windows see back; the first question's place */
+} recall;
+
 struct cg_feed {
     cg_task task;
     int64_t batch_size, seq_len;
@@ -43,7 +51,7 @@ struct cg_feed {
     cg_feed_facts facts;
     unsigned char *bytes; /* text: all documents end to end */
     struct part parts[2]; /* to train on, held out */
-    cg_recall recall;
+    recall recall;
 };
 
 /* ---- collecting documents ------------------------------------------------------------------------------- */
@@ -391,62 +399,59 @@ cg_feed *cg_feed_text(const char *path, const cg_config *config, cg_error *error
     return NULL;
 }
 
-cg_recall cg_recall_default(void) {
-    return (cg_recall){.n_keys = 64, .n_values = 16, .n_fillers = 1, .stride = 4};
-}
-
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static bool check_recall(const cg_recall *r, const cg_config *config, int64_t gap, cg_error *error) {
-    if (r->n_keys < 2 || r->n_values < 2 || r->n_fillers < 1 || r->stride < 2)
+/* Token numbers of recall: keys, values, the fill, questions, from 0. A question is its key's number further.
+ */
+static int64_t first_value(const recall *r) { return r->n_keys; }
+static int64_t fill_token(const recall *r) { return r->n_keys + r->n_values; }
+static int64_t first_question(const recall *r) { return fill_token(r) + 1; }
+
+static bool check_recall(const recall *r, const cg_config *config, cg_error *error) {
+    if (r->n_pairs > r->n_keys)
+        return cg_fail(error, CG_BAD_INPUT, "recall_pairs must be at most recall_keys = %lld, got %lld",
+                       (long long)r->n_keys, (long long)r->n_pairs);
+    int64_t tokens = first_question(r) + r->n_keys;
+    if (tokens > config->vocab_size)
         return cg_fail(
             error, CG_BAD_INPUT,
-            "recall needs n_keys and n_values of at least 2, n_fillers of at least 1 and a stride of at least "
-            "2, got %lld, %lld, %lld and %lld",
-            (long long)r->n_keys, (long long)r->n_values, (long long)r->n_fillers, (long long)r->stride);
-    int64_t room = config->vocab_size; /* subtracting instead of adding: no sum can overflow */
-    if (r->n_keys > room || r->n_values > room - r->n_keys || r->n_fillers > room - r->n_keys - r->n_values)
+            "vocab_size must be at least %lld for recall (%lld keys, %lld values, fill, %lld questions), "
+            "got %lld",
+            (long long)tokens, (long long)r->n_keys, (long long)r->n_values, (long long)r->n_keys,
+            (long long)config->vocab_size);
+    if (config->seq_len <= r->questions_at)
         return cg_fail(
             error, CG_BAD_INPUT,
-            "vocab_size must have room for %lld keys, %lld values and %lld fillers of recall, got %lld",
-            (long long)r->n_keys, (long long)r->n_values, (long long)r->n_fillers, (long long)room);
-    if (config->seq_len / r->stride < gap + 4)
-        return cg_fail(
-            error, CG_BAD_INPUT,
-            "seq_len must be at least %lld for recall, got %lld: %lld layers with a window of %lld reach %lld "
-            "tokens back, and two pairs and two queries of %lld tokens must lie farther apart",
-            (long long)((gap + 4) * r->stride), (long long)config->seq_len,
-            (long long)config->num_hidden_layers, (long long)config->sliding_window,
-            (long long)(config->num_hidden_layers * (config->sliding_window - 1)), (long long)r->stride);
+            "seq_len must be at least %lld for recall, got %lld: %lld pairs of %d tokens, and a gap beyond "
+            "the %lld tokens that %lld layers with a window of %lld reach back",
+            (long long)r->questions_at + 1, (long long)config->seq_len, (long long)r->n_pairs, PAIR_TOKENS,
+            (long long)r->reach, (long long)config->num_hidden_layers, (long long)config->sliding_window);
     return true;
 }
 
-cg_feed *cg_feed_recall(const cg_recall *recall, const cg_config *config, cg_error *error) {
-    cg_recall r = recall ? *recall : cg_recall_default();
-    int64_t reach = config->num_hidden_layers * (config->sliding_window - 1);
-    /* The first query stands stride * gap + stride - 1 tokens behind the last value, which must be above reach.
-     */
-    int64_t gap = r.stride > 0 ? (reach + 1) / r.stride : 0;
-    if (!check_recall(&r, config, gap, error)) return NULL;
+cg_feed *cg_feed_recall(const cg_config *config, cg_error *error) {
+    recall r = {
+        .n_keys = config->recall_keys, .n_values = config->recall_values, .n_pairs = config->recall_pairs};
+    r.reach = config->num_hidden_layers * (config->sliding_window - 1);
+    /* the first question is more than reach tokens behind the last pair's end, on a group's first token */
+    r.questions_at = PAIR_TOKENS * (r.n_pairs + r.reach / PAIR_TOKENS + 1);
+    if (!check_recall(&r, config, error)) return NULL;
     cg_feed *feed = feed_new(CG_TASK_RECALL, "recall", "generated", config, error);
     if (!feed) return NULL;
-    int64_t groups = config->seq_len / r.stride;
-    int64_t n_pairs = least(r.n_keys, (groups - gap) / 2), n_queries = n_pairs;
     feed->recall = r;
     feed->facts.chance = 1.0 / (double)r.n_values;
-    feed->facts.n_pairs = n_pairs;
-    feed->facts.n_queries = n_queries;
-    feed->facts.reach = reach;
-    feed->facts.min_distance = r.stride * (groups - n_queries) - (r.stride * (n_pairs - 1) + 1);
-    int64_t numbers[] = {r.n_keys, r.n_values, r.n_fillers, r.stride, config->seq_len, n_pairs, n_queries};
+    feed->facts.n_pairs = r.n_pairs;
+    feed->facts.n_queries = config->seq_len - r.questions_at;
+    feed->facts.reach = r.reach;
+    feed->facts.min_distance = r.questions_at - (PAIR_TOKENS * r.n_pairs - 1);
+    int64_t numbers[] = {r.n_keys, r.n_values, r.n_pairs, r.questions_at, config->seq_len};
     feed->facts.fingerprint =
         fingerprint_numbers(cg_random_stream("recall"), numbers, sizeof numbers / sizeof numbers[0]);
     return feed;
 }
 
 cg_feed *cg_feed_new(const char *path, const cg_config *config, cg_error *error) {
-    return config->task == CG_TASK_RECALL ? cg_feed_recall(NULL, config, error)
-                                          : cg_feed_text(path, config, error);
+    return config->task == CG_TASK_RECALL ? cg_feed_recall(config, error) : cg_feed_text(path, config, error);
 }
 
 /* ---- batches ----------------------------------------------------------------------------------------------
@@ -463,8 +468,7 @@ cg_batch *cg_batch_new(const cg_feed *feed, cg_error *error) {
         batch->distances = malloc(n_rows * sizeof *batch->distances);
         batch->cu_seqlens = malloc((n_segments + 1) * sizeof *batch->cu_seqlens);
         batch->seqlens = malloc(n_segments * sizeof *batch->seqlens);
-        batch->scratch =
-            malloc((size_t)(feed->recall.n_keys + feed->facts.n_pairs + 1) * sizeof *batch->scratch);
+        batch->scratch = malloc((size_t)(feed->recall.n_keys + 1) * sizeof *batch->scratch);
         if (batch->tokens && batch->targets && batch->distances && batch->cu_seqlens && batch->seqlens &&
             batch->scratch)
             return batch;
@@ -551,32 +555,27 @@ static void choose(struct draws *draws, int32_t *numbers, int64_t n, int64_t of)
 
 static void recall_sequence(const cg_feed *feed, bool held_out, uint64_t index, int64_t sequence,
                             cg_batch *batch) {
-    const cg_recall *r = &feed->recall;
-    int64_t first = sequence * feed->seq_len, n_pairs = feed->facts.n_pairs, n_queries = feed->facts.n_queries;
-    int32_t *tokens = batch->tokens + first, *targets = batch->targets + first;
-    int32_t *keys = batch->scratch, *order = batch->scratch + r->n_keys;
-    struct draws fill = draws_for(feed, held_out, index, "fill", sequence);
+    const recall *r = &feed->recall;
+    int64_t first = sequence * feed->seq_len;
+    int32_t *tokens = batch->tokens + first, *targets = batch->targets + first, *keys = batch->scratch;
     struct draws values = draws_for(feed, held_out, index, "values", sequence);
     struct draws key_draws = draws_for(feed, held_out, index, "keys", sequence);
-    struct draws query_draws = draws_for(feed, held_out, index, "queries", sequence);
+    struct draws questions = draws_for(feed, held_out, index, "questions", sequence);
 
-    for (int64_t t = 0; t < feed->seq_len; t++)
-        tokens[t] = (int32_t)(r->n_keys + r->n_values + (r->n_fillers > 1 ? draw(&fill, r->n_fillers) : 0));
-    choose(&key_draws, keys, n_pairs, r->n_keys);
-    for (int64_t p = 0; p < n_pairs; p++) {
-        tokens[p * r->stride] = keys[p];
-        tokens[p * r->stride + 1] = (int32_t)(r->n_keys + draw(&values, r->n_values));
+    choose(&key_draws, keys, r->n_pairs, r->n_keys);
+    for (int64_t p = 0; p < r->n_pairs; p++) {
+        int32_t *pair = tokens + PAIR_TOKENS * p;
+        pair[0] = pair[2] = keys[p];
+        pair[1] = pair[3] = (int32_t)(first_value(r) + draw(&values, r->n_values));
     }
-    choose(&query_draws, order, n_queries, n_pairs);
-    int64_t first_query = feed->seq_len / r->stride - n_queries;
-    for (int64_t q = 0; q < n_queries; q++) {
-        int64_t at = (first_query + q) * r->stride, pair = order[q] * r->stride;
-        tokens[at] = tokens[pair];
-        tokens[at + 1] = tokens[pair + 1];
-        targets[at] = tokens[pair + 1];
-        batch->distances[first + at] = (int32_t)(at - (pair + 1));
+    for (int64_t t = PAIR_TOKENS * r->n_pairs; t < r->questions_at; t++) tokens[t] = (int32_t)fill_token(r);
+    for (int64_t t = r->questions_at; t < feed->seq_len; t++) {
+        const int32_t *pair = tokens + PAIR_TOKENS * draw(&questions, r->n_pairs);
+        tokens[t] = (int32_t)first_question(r) + pair[0];
+        targets[t] = pair[1];
+        batch->distances[first + t] = (int32_t)(tokens + t - (pair + PAIR_TOKENS - 1));
     }
-    batch->n_targets += n_queries;
+    batch->n_targets += feed->seq_len - r->questions_at;
 }
 
 static void recall_batch(const cg_feed *feed, bool held_out, uint64_t index, cg_batch *batch) {

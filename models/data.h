@@ -12,28 +12,19 @@
  * seq_len at a random place, until the rows are full. The last piece is cut to what is left. The target of a
  * byte is the next one of its region, -1 at its end.
  *
- * Recall. A sequence is a run of groups of `stride` tokens: first pairs `key value fill fill`, keys in random
- * order and none twice, values drawn at random with replacement; then a gap of fill; then queries, groups of
- * the same form whose keys are a random choice of the pairs' keys, each once. The target of a query's key is
- * the value of its pair; no other row has a target. The gap is as long as layers that see the window alone can
- * reach together, num_hidden_layers * (sliding_window - 1) tokens, so without compressed rows a query's value
- * is independent of everything in sight, and the best accuracy is 1/n_values. With stride 4, a pair is exactly
- * one group of ratio 4: one compressed row holds it (and, by overlap, the one before), so the right row answers
- * the query.
+ * Recall. A sequence is recall_pairs groups `key value key value`, keys in random order and none twice, values
+ * drawn at random with replacement; then a gap of fill; then questions up to the end, each row a random one of
+ * the pairs, whose value is its target. No other row has a target. A question has a token of its own, not the
+ * key's, and no answer follows it: nothing behind the pairs tells a value. The gap is longer than layers that
+ * see the window alone can reach together, num_hidden_layers * (sliding_window - 1) tokens, so without
+ * compressed rows a question's value is independent of everything in sight, and the best accuracy is
+ * 1/recall_values. A pair fills one group of ratio 4, so one compressed row of its own holds it, and the right
+ * row answers the question.
  */
 #ifndef CG_MODELS_DATA_H
 #define CG_MODELS_DATA_H
 
 #include "models/config.h"
-
-/* Sizes of the recall task. Token numbers: keys, then values, then fillers, from 0. */
-typedef struct cg_recall {
-    int64_t n_keys, n_values;
-    int64_t n_fillers; /* fill is drawn from this many tokens */
-    int64_t stride;    /* tokens of a pair or a query, at least 2 */
-} cg_recall;
-
-cg_recall cg_recall_default(void);
 
 typedef struct cg_feed cg_feed;
 
@@ -43,8 +34,7 @@ typedef struct cg_feed_facts {
     int64_t n_rows;       /* T = batch_size * seq_len */
     int64_t max_segments; /* B: segments that a batch has room for; those not needed are empty */
     int64_t max_seqlen;   /* no segment is longer */
-    double
-        chance; /* accuracy of the best answer that looks at nothing: the most frequent byte, or 1/n_values */
+    double chance; /* accuracy of the best answer that looks at nothing: the most frequent byte, or 1/values */
     uint64_t fingerprint; /* of the data and of how it is cut: a resumed run must find the same */
     /* text */
     int64_t documents, bytes, train_bytes, held_out_bytes; /* parts: bytes in regions that can be used */
@@ -52,7 +42,7 @@ typedef struct cg_feed_facts {
     /* recall, per sequence */
     int64_t n_pairs, n_queries;
     int64_t reach;        /* tokens that the stacked windows see back */
-    int64_t min_distance; /* of any query from its pair's value, in tokens; above reach */
+    int64_t min_distance; /* of any question from the last token of its pair; above reach */
 } cg_feed_facts;
 
 /* A packed micro-batch. Rows behind the last segment have token and target -1. */
@@ -60,7 +50,7 @@ typedef struct cg_batch {
     int64_t n_rows, max_segments;
     int32_t *tokens, *targets;     /* [T]; target -1: none */
     int32_t *cu_seqlens, *seqlens; /* [B+1], [B] */
-    int32_t *distances; /* [T]: tokens from a query back to its pair's value; -1 where that says nothing */
+    int32_t *distances; /* [T]: tokens from a question back to its pair's end; -1 where that says nothing */
     int64_t n_targets;  /* rows with a target */
     int64_t n_real;     /* rows of segments */
     int32_t *scratch;
@@ -72,8 +62,8 @@ typedef struct cg_batch {
  * short to be divided. */
 cg_feed *cg_feed_text(const char *path, const cg_config *config, cg_error *error);
 
-/* Generated recall sequences; recall NULL: cg_recall_default. Refuses a vocabulary or a seq_len too small. */
-cg_feed *cg_feed_recall(const cg_recall *recall, const cg_config *config, cg_error *error);
+/* Generated recall sequences. Refuses a vocabulary or a seq_len too small, and more pairs than keys. */
+cg_feed *cg_feed_recall(const cg_config *config, cg_error *error);
 
 /* The feed that config->task names; path is for text. */
 cg_feed *cg_feed_new(const char *path, const cg_config *config, cg_error *error);

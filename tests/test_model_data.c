@@ -60,9 +60,9 @@ static cg_feed *text(const char *path, const cg_config *config) {
     return feed;
 }
 
-static cg_feed *recall(const cg_recall *r, const cg_config *config) {
+static cg_feed *recall(const cg_config *config) {
     cg_error error = {0};
-    cg_feed *feed = cg_feed_recall(r, config, &error);
+    cg_feed *feed = cg_feed_recall(config, &error);
     ck_assert_msg(feed != NULL, "%s", error.text);
     ck_assert_int_eq(error.code, CG_OK);
     return feed;
@@ -99,9 +99,9 @@ static void refuse_text(const char *path, const cg_config *config, const char *p
     ck_assert_ptr_null(cg_feed_text(path, config, NULL));
 }
 
-static void refuse_recall(const cg_recall *r, const cg_config *config, const char *parts) {
+static void refuse_recall(const cg_config *config, const char *parts) {
     cg_error error = {0};
-    expect_refusal(cg_feed_recall(r, config, &error), &error, parts);
+    expect_refusal(cg_feed_recall(config, &error), &error, parts);
 }
 
 /* Check's own assertions cost a system call each, too much for every token. */
@@ -439,43 +439,40 @@ END_TEST
 static cg_feed *recall_feed(const cg_config *config) {
     cg_config longer = *config;
     longer.seq_len = 203;
-    return recall(NULL, &longer);
+    return recall(&longer);
 }
 
 START_TEST(recall_is_deterministic) { check_determinism(recall_feed); }
 END_TEST
 
 /* The structure of all sequences of a batch, and the solution by looking back. */
-static void check_recall(const cg_feed *feed, const cg_recall *r, const cg_config *c, const cg_batch *b) {
+static void check_recall(const cg_feed *feed, const cg_config *c, const cg_batch *b) {
     const cg_feed_facts *facts = cg_feed_facts_of(feed);
+    int64_t values = c->recall_keys, fill = values + c->recall_values, questions = fill + 1;
+    int64_t first_question = c->seq_len - facts->n_queries;
     check_packing(feed, b);
     EXPECT(b->n_targets == facts->n_queries * c->batch_size);
     EXPECT(b->n_real == b->n_rows);
-    int64_t nearest = INT64_MAX;
     for (int64_t s = 0; s < c->batch_size; s++) {
         EXPECT(b->seqlens[s] == c->seq_len);
         const int32_t *tokens = b->tokens + s * c->seq_len, *targets = b->targets + s * c->seq_len;
         const int32_t *distances = b->distances + s * c->seq_len;
         for (int64_t p = 0; p < facts->n_pairs; p++) {
-            EXPECT(tokens[p * r->stride] < r->n_keys);
-            for (int64_t q = 0; q < p; q++) EXPECT(tokens[p * r->stride] != tokens[q * r->stride]);
-            int64_t value = tokens[p * r->stride + 1] - r->n_keys;
-            EXPECT(value >= 0 && value < r->n_values);
+            const int32_t *pair = tokens + 4 * p;
+            EXPECT(pair[0] >= 0 && pair[0] < values && pair[2] == pair[0]);
+            EXPECT(pair[1] >= values && pair[1] < fill && pair[3] == pair[1]);
+            for (int64_t q = 0; q < p; q++) EXPECT(pair[0] != tokens[4 * q]);
         }
+        for (int64_t t = 4 * facts->n_pairs; t < first_question; t++) EXPECT(tokens[t] == fill);
         for (int64_t t = 0; t < c->seq_len; t++) {
+            EXPECT((targets[t] >= 0) == (t >= first_question));
             if (targets[t] < 0) continue;
-            EXPECT(t % r->stride == 0);
-            EXPECT(t >= facts->n_pairs * r->stride);
-            int64_t back = t - 1; /* the solution: the token behind the last occurrence of the key */
-            while (back >= 0 && tokens[back] != tokens[t]) back--;
-            EXPECT(back >= 0);
-            EXPECT(back < facts->n_pairs * r->stride);
+            int64_t back = t - 1; /* the solution: the value behind the key that is asked for */
+            while (back >= 0 && tokens[back] != tokens[t] - questions) back--;
+            EXPECT(back >= 0 && back < 4 * facts->n_pairs);
             EXPECT(targets[t] == tokens[back + 1]);
-            EXPECT(targets[t] == tokens[t + 1]);
-            EXPECT(distances[t] == t - (back + 1));
-            EXPECT(distances[t] > facts->reach);
-            EXPECT(distances[t] >= facts->min_distance);
-            if (distances[t] < nearest) nearest = distances[t];
+            EXPECT(distances[t] == t - (back + 1)); /* the last of the pair's four tokens */
+            EXPECT(distances[t] > facts->reach && distances[t] >= facts->min_distance);
         }
     }
     EXPECT(facts->min_distance > facts->reach);
@@ -483,94 +480,76 @@ static void check_recall(const cg_feed *feed, const cg_recall *r, const cg_confi
 }
 
 START_TEST(recall_is_solved_by_looking_back) {
-    cg_config config = cg_config_toy();
-    cg_recall r = cg_recall_default();
-    cg_feed *feed = recall(NULL, &config);
+    cg_config config = cg_config_default(CG_TASK_RECALL);
+    cg_feed *feed = recall(&config);
     const cg_feed_facts *facts = cg_feed_facts_of(feed);
     ck_assert_str_eq(facts->name, "recall");
-    ck_assert_int_ge(facts->n_queries, 32);
-    /* where queries stand, far more compressed rows are visible than are selected, and a pair is one group of 4
+    ck_assert_int_ge(facts->n_queries, config.seq_len / 2);
+    /* where questions stand, several times as many compressed rows are visible as are selected, pairs alone too
      */
-    ck_assert_int_ge((config.seq_len - 4 * facts->n_queries) / 4, 4 * config.index_topk);
-    ck_assert_int_eq(r.stride, CG_RATIO_CSA);
+    ck_assert_int_ge((config.seq_len - facts->n_queries) / 4, 3 * config.index_topk);
+    ck_assert_int_ge(facts->n_pairs, 3 * config.index_topk);
     cg_batch *b = batch_of(feed);
     for (uint64_t index = 0; index < 60; index++) {
         cg_feed_batch(feed, index % 3 == 0, index, b);
-        check_recall(feed, &r, &config, b);
+        check_recall(feed, &config, b);
     }
     cg_batch_free(b);
     cg_feed_free(feed);
 }
 END_TEST
 
-/* No rule that stays within reach beats 1/n_values, and none of places finds the pair more often than by
- * chance. */
-START_TEST(recall_needs_the_key) {
-    cg_config config = cg_config_toy();
-    cg_recall r = cg_recall_default();
-    cg_feed *feed = recall(NULL, &config);
+/* Nothing within reach of a question tells its value: no value stands there, and values of pairs are
+ * independent of keys and places. */
+START_TEST(recall_needs_the_pairs) {
+    cg_config config = cg_config_default(CG_TASK_RECALL);
+    cg_feed *feed = recall(&config);
     const cg_feed_facts *facts = cg_feed_facts_of(feed);
-    ck_assert(facts->chance == 1.0 / (double)r.n_values);
+    ck_assert(facts->chance == 1.0 / (double)config.recall_values);
     cg_batch *b = batch_of(feed);
-    enum { RULES = 5 };
-    int64_t right[RULES] = {0}, n = 0, counts[64] = {0};
-    double order = 0;
-    for (uint64_t index = 0; index < 150; index++) {
+    int64_t n = 0, by_value[64] = {0}, by_sum[64] = {0};
+    for (uint64_t index = 0; index < 100; index++) {
         cg_feed_batch(feed, false, index, b);
         for (int64_t row = 0; row < b->n_rows; row++) {
             if (b->targets[row] < 0) continue;
-            const int32_t *tokens = b->tokens + row / config.seq_len * config.seq_len;
-            int64_t t = row % config.seq_len, query = (t - (config.seq_len - 4 * facts->n_queries)) / 4;
-            int32_t target = b->targets[row];
-            int seen[256] = {0};
-            int32_t most = -1, fewest = (int32_t)r.n_keys, last = -1;
-            for (int64_t i = t - facts->reach; i < t; i++) {
-                if (tokens[i] < r.n_keys || tokens[i] >= r.n_keys + r.n_values) continue;
-                last = tokens[i];
-                if (most < 0 || ++seen[tokens[i]] > seen[most]) most = tokens[i];
-            }
-            for (int32_t v = (int32_t)r.n_keys; v < r.n_keys + r.n_values; v++)
-                if (seen[v] < seen[fewest]) fewest = v;
-            int32_t guesses[RULES] = {most, fewest, last, tokens[4 * query + 1], /* pairs in order */
-                                      tokens[4 * (facts->n_pairs - 1 - query) + 1]};
-            for (int g = 0; g < RULES; g++) right[g] += guesses[g] == target;
-            counts[target - r.n_keys]++;
-            int64_t pair = (t - b->distances[row] - 1) / 4;
-            order += ((double)query - (double)(facts->n_queries - 1) / 2) *
-                     ((double)pair - (double)(facts->n_pairs - 1) / 2);
+            int64_t value = b->targets[row] - config.recall_keys;
+            for (int64_t i = row - facts->reach; i <= row; i++)
+                EXPECT(b->tokens[i] < config.recall_keys ||
+                       b->tokens[i] >= config.recall_keys + config.recall_values);
+            by_value[value]++;
+            by_sum[(value + b->tokens[row]) %
+                   config.recall_values]++; /* a value that the key tells would pile up */
             n++;
         }
     }
-    double sigma = sqrt(facts->chance * (1 - facts->chance) / (double)n);
-    for (int g = 0; g < RULES; g++) {
-        /* a rule of places looks back beyond reach, and one time in n_pairs it looks at the right pair */
-        double expected = facts->chance + (g >= 3 ? (1 - facts->chance) / (double)facts->n_pairs : 0);
-        ck_assert_msg((double)right[g] / (double)n < expected + 5 * sigma, "rule %d: %g", g,
-                      (double)right[g] / (double)n);
+    /* questions of one sequence share its 24 pairs: that many are independent */
+    double pairs = (double)(100 * config.batch_size * facts->n_pairs);
+    double sigma = sqrt(facts->chance * (1 - facts->chance) / pairs);
+    for (int64_t v = 0; v < config.recall_values; v++) {
+        ck_assert_double_eq_tol((double)by_value[v] / (double)n, facts->chance, 6 * sigma);
+        ck_assert_double_eq_tol((double)by_sum[v] / (double)n, facts->chance, 6 * sigma);
     }
-    for (int64_t v = 0; v < r.n_values; v++)
-        ck_assert_double_eq_tol((double)counts[v] / (double)n, facts->chance, 5 * sigma);
-    double spread = (double)(facts->n_pairs * facts->n_pairs - 1) / 12; /* variance of a place among n */
-    ck_assert_double_eq_tol(order / (double)n / spread, 0, 5 / sqrt((double)n));
     cg_batch_free(b);
     cg_feed_free(feed);
 }
 END_TEST
 
 START_TEST(recall_of_other_sizes) {
-    static const cg_recall sizes[] = {
-        {64, 16, 1, 2}, {10, 2, 3, 4}, {3, 100, 5, 7}, {2, 2, 1, 2}, {100, 100, 56, 5}};
+    static const int64_t sizes[][3] = {{64, 16, 12}, {10, 2, 10}, {3, 100, 2}, {2, 2, 2}, {70, 100, 30}};
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
         for (int window = 1; window <= 9; window++) {
             cg_config config = small();
             config.sliding_window = window;
             config.num_hidden_layers = 1 + window % 3;
             config.seq_len = 203;
-            cg_feed *feed = recall(&sizes[i], &config);
+            config.recall_keys = sizes[i][0];
+            config.recall_values = sizes[i][1];
+            config.recall_pairs = sizes[i][2];
+            cg_feed *feed = recall(&config);
             cg_batch *b = batch_of(feed);
             for (uint64_t index = 0; index < 5; index++) {
                 cg_feed_batch(feed, false, index, b);
-                check_recall(feed, &sizes[i], &config, b);
+                check_recall(feed, &config, b);
             }
             cg_batch_free(b);
             cg_feed_free(feed);
@@ -580,29 +559,25 @@ START_TEST(recall_of_other_sizes) {
 END_TEST
 
 START_TEST(recall_refusals) {
-    cg_config config =
-        cg_config_toy(); /* 4 layers, window 16: a reach of 60 tokens, 15 groups of 4 and 4 for pairs */
-    config.seq_len = 76;
-    cg_feed *feed = recall(NULL, &config);
+    cg_config config = cg_config_toy(); /* 4 layers, window 16: a reach of 60 tokens, 24 pairs of 4 */
+    config.seq_len = 161;
+    cg_feed *feed = recall(&config);
     const cg_feed_facts *facts = cg_feed_facts_of(feed);
-    ck_assert_int_eq(facts->n_pairs, 2);
-    ck_assert_int_eq(facts->n_queries, 2);
+    ck_assert_int_eq(facts->n_pairs, 24);
+    ck_assert_int_eq(facts->n_queries, 1);
     ck_assert_int_eq(facts->reach, 60);
-    ck_assert_int_eq(facts->min_distance, 63);
+    ck_assert_int_eq(facts->min_distance, 65);
     cg_feed_free(feed);
-    config.seq_len = 75;
-    refuse_recall(NULL, &config,
-                  "seq_len must be at least 76 for recall, got 75|4 layers|window of 16|60 tokens");
+    config.seq_len = 160;
+    refuse_recall(&config, "seq_len must be at least 161 for recall, got 160|4 layers|window of 16|60 tokens");
     config = cg_config_toy();
     config.vocab_size = 80;
-    refuse_recall(NULL, &config, "vocab_size must have room for 64 keys, 16 values and 1 fillers|got 80");
+    refuse_recall(&config, "vocab_size must be at least 81 for recall|got 80");
     config.vocab_size = 81;
-    cg_feed_free(recall(NULL, &config));
-    static const cg_recall bad[] = {{1, 16, 1, 4},  {64, 1, 1, 4},  {64, 16, 0, 4}, {64, 16, 1, 1},
-                                    {64, 16, 1, 0}, {-5, 16, 1, 4}, {64, 16, 1, -4}};
-    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) refuse_recall(&bad[i], &config, "recall needs");
-    refuse_recall(&(cg_recall){INT64_MAX, INT64_MAX, INT64_MAX, 4}, &config, "vocab_size must have room");
-    config.task = CG_TASK_RECALL;
+    cg_feed_free(recall(&config));
+    config.recall_pairs = 33;
+    refuse_recall(&config, "recall_pairs must be at most recall_keys = 32, got 33");
+    config = cg_config_default(CG_TASK_RECALL);
     feed = cg_feed_new("no/such/path", &config, NULL); /* the path is for text */
     ck_assert_ptr_nonnull(feed);
     cg_feed_free(feed);
@@ -633,7 +608,7 @@ int main(void) {
     tcase_add_test(texts, own_sources_are_the_default);
     tcase_add_test(recalls, recall_is_deterministic);
     tcase_add_test(recalls, recall_is_solved_by_looking_back);
-    tcase_add_test(recalls, recall_needs_the_key);
+    tcase_add_test(recalls, recall_needs_the_pairs);
     tcase_add_test(recalls, recall_of_other_sizes);
     tcase_add_test(recalls, recall_refusals);
     suite_add_tcase(suite, texts);

@@ -48,8 +48,7 @@ static void set(cg_config *config, const char *key, const char *text) {
 
 static cg_feed *feed_of(const cg_config *config) {
     cg_error error = {0};
-    cg_recall recall = {.n_keys = 16, .n_values = 8, .n_fillers = 8, .stride = 4};
-    cg_feed *feed = cg_feed_recall(&recall, config, &error);
+    cg_feed *feed = cg_feed_recall(config, &error);
     if (!feed) ck_abort_msg("%s", error.text);
     return feed;
 }

@@ -56,7 +56,7 @@ static int print_keys(const cg_config *config) {
 }
 
 int csagrad_config(int argc, char **argv) {
-    arguments a = {.model.config = cg_config_toy()};
+    arguments a = {0};
     cg_error error = {0};
     tool_parse(&argp, argc, argv, &a);
     if (!tool_model_apply(&a.model, &error)) return tool_failed(argv[0], &error);

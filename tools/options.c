@@ -125,16 +125,29 @@ const struct argp tool_model_argp = {
 const struct argp tool_training_argp = {
     .options = training_options, .parser = parse_model, .help_filter = help_of_key};
 
-bool tool_model_apply(tool_model *model, cg_error *error) {
-    if (model->config_file && !cg_config_load(&model->config, model->config_file, error)) {
-        cg_error_at(error, "--config");
+static bool load_file(tool_model *model, cg_error *error) {
+    if (!model->config_file || cg_config_load(&model->config, model->config_file, error)) return true;
+    cg_error_at(error, "--config");
+    return false;
+}
+
+static bool apply_settings(tool_model *model, const char *only, cg_error *error) {
+    for (int i = 0; i < model->n_settings; i++) {
+        if (only && strcmp(model->settings[i].key, only)) continue;
+        if (cg_config_set(&model->config, model->settings[i].key, model->settings[i].text, error)) continue;
+        cg_error_at(error, "%s", model->settings[i].option);
         return false;
     }
-    for (int i = 0; i < model->n_settings; i++)
-        if (!cg_config_set(&model->config, model->settings[i].key, model->settings[i].text, error)) {
-            cg_error_at(error, "%s", model->settings[i].option);
-            return false;
-        }
+    return true;
+}
+
+bool tool_model_apply(tool_model *model, cg_error *error) {
+    if (!model->config_given) { /* the task first: it decides what the defaults are */
+        model->config = cg_config_toy();
+        if (!apply_settings(model, "task", error)) return false;
+        model->config = cg_config_default(model->config.task);
+    }
+    if (!load_file(model, error) || !apply_settings(model, NULL, error)) return false;
     if (!cg_config_check(&model->config, error)) return false;
     int64_t n;
     if (!model->threads) return true;

@@ -6,7 +6,6 @@
  *     static const struct argp_child children[] = {TOOL_CHILD(tool_model_argp), {0}};
  *     case ARGP_KEY_INIT: state->child_inputs[0] = &mine->model; return 0;
  *
- *     mine.model.config = cg_config_toy();
  *     tool_parse(&argp, argc, argv, &mine);
  *     if (!tool_model_apply(&mine.model, &error)) return tool_failed(argv[0], &error);
  */
@@ -37,7 +36,8 @@ enum { TOOL_SETTINGS = 128 };
 
 /* The model options of a command line. */
 typedef struct tool_model {
-    cg_config config; /* before: the defaults; after tool_model_apply: what the options make of them */
+    cg_config config;  /* after tool_model_apply: what the options make of the task's defaults */
+    bool config_given; /* `config` holds a whole configuration already: the options override that one */
     const char *config_file;
     struct {
         const char *option; /* as the user wrote it, for messages: "--seq", "--set seq_len=5" */
@@ -55,7 +55,8 @@ extern const struct argp tool_training_argp; /* --steps --indexer-warmup */
  */
 void tool_parse(const struct argp *argp, int argc, char **argv, void *input);
 
-/* Read the file over the defaults, then the settings in order, and check the whole; use --threads. */
+/* Start from the defaults of the task that the options or else the file name, read the file over them, then the
+ * settings in order, and check the whole; use --threads. */
 bool tool_model_apply(tool_model *model, cg_error *error);
 
 /* An integer written in decimal, within bounds; the sentence names the option. */

@@ -225,7 +225,7 @@ static int print_table(const char *program, const cg_config *config, const cg_st
 }
 
 int csagrad_plan(int argc, char **argv) {
-    arguments a = {.model.config = cg_config_toy()};
+    arguments a = {0};
     cg_error error = {0};
     tool_parse(&argp, argc, argv, &a);
     cg_step step = {0};

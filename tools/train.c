@@ -389,15 +389,16 @@ int csagrad_train(int argc, char **argv) {
         .doc = "Train the toy model; losses, indexer health and memory go to DIR/metrics.jsonl."};
     train_options o = {.out = "runs/train"};
     cg_error error = {0};
-    o.model.config = cg_config_toy();
     tool_parse(&argp, argc, argv, &o);
     if (o.resume) {
         char path[600];
         snprintf(path, sizeof path, "%s/config.json", o.out);
+        o.model.config = cg_config_toy();
         if (!cg_config_load(&o.model.config, path, &error)) {
             cg_error_at(&error, "--resume");
             return tool_failed(argv[0], &error);
         }
+        o.model.config_given = true;
     }
     if (!tool_model_apply(&o.model, &error)) return tool_failed(argv[0], &error);
     struct sigaction action = {.sa_handler = on_signal};
