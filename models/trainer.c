@@ -1,5 +1,6 @@
 #include "models/trainer.h"
 
+#include "core/process.h"
 #include "graph/cases.h"
 #include "graph/exec.h"
 #include "models/checkpoint.h"
@@ -18,6 +19,8 @@ struct cg_trainer {
     cg_exec *exec;
     bool warming; /* what `step` was built for */
     int64_t steps_done;
+    int64_t resident_before; /* bytes of the process just before the arena was made; -1: unknown */
+    int64_t process_growth;  /* from there to the first step's peak; -1: no step yet, or unknown */
 };
 
 static bool is_warming(const cg_trainer *trainer) {
@@ -98,8 +101,11 @@ static bool build_step(cg_trainer *trainer, cg_error *error) {
     trainer->warming = is_warming(trainer);
     cg_step_options options = {.max_segments = cg_feed_facts_of(trainer->feed)->max_segments,
                                .attend_all = trainer->warming};
-    bool ok = cg_step_build(&trainer->step, &trainer->config, &options, error) &&
-              (trainer->exec = cg_exec_new(trainer->step.plan, NULL, error)) != NULL;
+    bool ok = cg_step_build(&trainer->step, &trainer->config, &options, error);
+    trainer->process_growth = -1;
+    trainer->resident_before = cg_process_resident_bytes();
+    if (trainer->resident_before >= 0) trainer->resident_before -= (int64_t)bytes; /* the copy goes below */
+    ok = ok && (trainer->exec = cg_exec_new(trainer->step.plan, NULL, error)) != NULL;
     if (ok && copy) {
         ok = state_of(&trainer->step, trainer->exec, &old, error);
         at = 0;
@@ -191,8 +197,19 @@ static bool run_micro_batches(cg_trainer *trainer, cg_metrics *metrics, cg_error
                    (long long)metrics->step, metrics->lm_loss, metrics->indexer_loss);
 }
 
+/* By how much the process grew from before the arena was made to the peak of the first step. The kernel's mark
+ * may be older than the step (an evaluation, an earlier phase); then the step stayed below it, and what counts is
+ * what is in memory now, as the arena keeps each page once touched. */
+static int64_t growth_of_first_step(const cg_trainer *trainer, int64_t mark_before_step) {
+    int64_t mark = cg_process_peak_bytes(), resident = cg_process_resident_bytes();
+    if (trainer->resident_before < 0 || mark < 0 || resident < 0) return -1;
+    return (mark > mark_before_step ? mark : resident) - trainer->resident_before;
+}
+
 bool cg_trainer_step(cg_trainer *trainer, cg_metrics *metrics, cg_error *error) {
     if (trainer->warming != is_warming(trainer) && !build_step(trainer, error)) return false;
+    bool first = trainer->process_growth < 0;
+    int64_t mark = first ? cg_process_peak_bytes() : -1;
     double start = now_s();
     *metrics = (cg_metrics){.step = trainer->steps_done + 1,
                             .warming = trainer->warming,
@@ -207,6 +224,8 @@ bool cg_trainer_step(cg_trainer *trainer, cg_metrics *metrics, cg_error *error) 
     trainer->steps_done++;
     int64_t rows = trainer->batches[0]->n_rows * trainer->config.accumulate;
     metrics->tokens_per_s = (double)rows / fmax(now_s() - start, 1e-9);
+    if (first) trainer->process_growth = growth_of_first_step(trainer, mark);
+    metrics->process_growth_bytes = trainer->process_growth;
     return true;
 }
 

@@ -14,6 +14,8 @@ typedef struct cg_metrics {
     double tokens_per_s;
     bool warming; /* the indexer's warm-up: attention to all visible compressed rows */
     int64_t planned_peak_bytes, measured_peak_bytes;
+    int64_t process_growth_bytes; /* by the kernel: from before the arena was made to the peak of the first step
+                                     with the step's graph; -1 where the kernel does not tell */
 } cg_metrics;
 
 /* Health of one layer's indexer, means over the held-out rows that see more than K compressed rows. */

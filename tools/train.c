@@ -19,6 +19,7 @@
 #include <unistd.h>
 
 #include "core/file.h"
+#include "core/process.h"
 #include "models/checkpoint.h"
 #include "models/trainer.h"
 #include "tools/options.h"
@@ -91,6 +92,7 @@ typedef struct run {
     json_t *start; /* the evaluation before the first step */
     double started_s, shown_s;
     int64_t started_step, saved_step;
+    int64_t process_growth; /* -1: unknown, or no step was taken */
     bool terminal;
 } run;
 
@@ -102,17 +104,6 @@ static double now_s(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-/* The kernel's own high-water mark of this process, in bytes; 0 where it does not tell. */
-static int64_t process_peak_bytes(void) {
-    FILE *file = fopen("/proc/self/status", "r");
-    char line[256];
-    long long kib = 0;
-    while (file && fgets(line, sizeof line, file))
-        if (sscanf(line, "VmHWM: %lld", &kib) == 1) break;
-    if (file) fclose(file);
-    return kib * 1024;
 }
 
 /* ---- lines ---- */
@@ -297,6 +288,7 @@ static bool go(run *r, cg_evaluation *end, bool *evaluated, cg_error *error) {
     }
     for (int64_t step = cg_trainer_steps(r->trainer) + 1; step <= c->steps && !interrupted; step++) {
         if (!cg_trainer_step(r->trainer, &m, error)) return false;
+        r->process_growth = m.process_growth_bytes;
         json_t *line = metrics_json(&m);
         if (start) json_object_set_new(line, "start", start);
         start = NULL;
@@ -344,11 +336,15 @@ static void print_table(const run *r, const cg_evaluation *e) {
     if (e->n_layers) table_row("indexer KL, nats per row", "%.4f", start_kl, end_kl);
     table_row("indexer captured (1 - kl/uniform)", "%.4f", number_of(r->start, "captured"), e->captured);
     table_row("indexer recall of the true top-k", "%.4f", number_of(r->start, "recall"), e->recall);
-    printf("\n  planned peak %.2f MiB, kernel's high-water mark of the whole process %.2f MiB\n",
-           (double)plan->peak_bytes / 1048576, (double)process_peak_bytes() / 1048576);
+    printf("\n  planned peak %.2f MiB", (double)plan->peak_bytes / 1048576);
+    if (r->process_growth >= 0)
+        printf(", by which the process grew %.2f MiB", (double)r->process_growth / 1048576);
+    printf(", high-water mark of the whole process %.2f MiB\n", (double)cg_process_peak_bytes() / 1048576);
     printf("  files: %s/metrics.jsonl, config.json, checkpoint-%08" PRId64 ".safetensors\n", r->dir,
            r->saved_step);
 }
+
+static json_t *known_bytes(int64_t bytes) { return bytes >= 0 ? json_integer(bytes) : json_null(); }
 
 /* The last line of the log: the whole run in one object. */
 static json_t *final_json(const run *r, const cg_evaluation *e) {
@@ -359,7 +355,8 @@ static json_t *final_json(const run *r, const cg_evaluation *e) {
     const cg_plan *plan = cg_trainer_graph(r->trainer)->plan;
     json_object_set_new(line, "chance", run_number(cg_feed_facts_of(r->feed)->chance));
     json_object_set_new(line, "planned_peak_bytes", json_integer(plan->peak_bytes));
-    json_object_set_new(line, "process_peak_bytes", json_integer(process_peak_bytes()));
+    json_object_set_new(line, "process_growth_bytes", known_bytes(r->process_growth));
+    json_object_set_new(line, "process_peak_bytes", known_bytes(cg_process_peak_bytes()));
     json_object_set_new(line, "seconds", run_number(now_s() - r->started_s));
     if (r->start) json_object_set(line, "start", r->start);
     return line;
@@ -409,6 +406,7 @@ int csagrad_train(int argc, char **argv) {
              .config = &o.model.config,
              .dir = o.out,
              .saved_step = -1,
+             .process_growth = -1,
              .terminal = isatty(STDOUT_FILENO)};
     cg_evaluation *end = calloc(1, sizeof *end);
     bool evaluated = false;
