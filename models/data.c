@@ -62,6 +62,7 @@ struct corpus {
     struct document *documents;
     int64_t n_documents, documents_room;
     int64_t n_files;    /* regular files seen */
+    bool own_only;      /* of the first folder only the project's rooms */
     const char *reason; /* why the last file that was skipped is no text */
 };
 
@@ -146,6 +147,15 @@ static bool is_skipped_folder(const char *name) {
     return strcmp(name, ".git") == 0 || strncmp(name, "build", 5) == 0;
 }
 
+/* The project's own text: its rooms and its front page, not what runs and tests leave beside them. */
+static bool is_own(const char *name) {
+    static const char *const own[] = {"core",  "graph", "models",         "ops",
+                                      "tests", "tools", "CMakeLists.txt", "README.md"};
+    for (size_t i = 0; i < sizeof own / sizeof own[0]; i++)
+        if (strcmp(name, own[i]) == 0) return true;
+    return false;
+}
+
 /* Read what lies below a folder; `name` is the folder's own name below the first one, "" for that. */
 static bool walk(struct corpus *corpus, const char *path, const char *name, cg_error *error) {
     struct dirent **list;
@@ -154,7 +164,8 @@ static bool walk(struct corpus *corpus, const char *path, const char *name, cg_e
     bool fine = true;
     for (int i = 0; i < n; i++) {
         const char *entry = list[i]->d_name;
-        if (fine && strcmp(entry, ".") != 0 && strcmp(entry, "..") != 0) {
+        bool left_out = corpus->own_only && !*name && !is_own(entry);
+        if (fine && strcmp(entry, ".") != 0 && strcmp(entry, "..") != 0 && !left_out) {
             char *below = NULL, *entry_name = NULL;
             struct stat status;
             if (asprintf(&below, "%s/%s", path, entry) < 0) below = NULL;
@@ -375,6 +386,7 @@ cg_feed *cg_feed_text(const char *path, const cg_config *config, cg_error *error
         return NULL;
     }
     struct stat status;
+    bool own_only = !path;
     if (!path) {
         path = CSAGRAD_SOURCE_DIR;
         if (stat(path, &status) != 0 || !S_ISDIR(status.st_mode)) {
@@ -385,7 +397,7 @@ cg_feed *cg_feed_text(const char *path, const cg_config *config, cg_error *error
             return NULL;
         }
     }
-    struct corpus corpus = {0};
+    struct corpus corpus = {.own_only = own_only};
     cg_feed *feed = feed_new(CG_TASK_TEXT, "text", path, config, error);
     bool fine = feed && collect(&corpus, path, error) && divide(feed, &corpus, error);
     if (fine) {

@@ -422,6 +422,9 @@ START_TEST(own_sources_are_the_default) {
     ck_assert_str_eq(facts->source, CSAGRAD_SOURCE_DIR);
     ck_assert_int_gt(facts->documents, 40);
     ck_assert_int_gt(facts->bytes, 200000);
+    cg_feed *all = text(CSAGRAD_SOURCE_DIR, &config); /* given by name, the folder is taken as it is */
+    ck_assert_int_gt(cg_feed_facts_of(all)->documents, facts->documents);
+    cg_feed_free(all);
     ck_assert(facts->chance > 0.05 && facts->chance < 0.4);
     cg_batch *b = batch_of(feed);
     for (uint64_t index = 0; index < 20; index++) {
