@@ -18,12 +18,12 @@
 #include "tools/options.h"
 #include "tools/table.h"
 
-enum { KEY_DATA = TOOL_OWN_KEYS, KEY_NO_OPTIMIZER, KEY_DENSE };
+enum { KEY_DATA = TOOL_OWN_KEYS, KEY_NO_OPTIMIZER, KEY_DENSE, KEY_COMPARE };
 
 typedef struct arguments {
     tool_model model;
     const char *data;
-    bool json, no_optimizer, warmup;
+    bool json, no_optimizer, warmup, compare;
 } arguments;
 
 static error_t parse(int key, char *arg, struct argp_state *state) {
@@ -40,6 +40,9 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
         return 0;
     case KEY_DENSE:
         a->warmup = true;
+        return 0;
+    case KEY_COMPARE:
+        a->compare = true;
         return 0;
     case TOOL_JSON:
         a->json = true;
@@ -65,6 +68,10 @@ static const struct argp_option options[] = {
      .group = GROUP_MODEL,
      .doc = "plan a step of the indexer's warm-up: dense attention and dense support"},
     TOOL_OUTPUT_HEADER,
+    {.name = "compare",
+     .key = KEY_COMPARE,
+     .group = GROUP_OUTPUT,
+     .doc = "one line each for the policies save, recompute and stream, and --policy where it is another"},
     TOOL_JSON_OPTION,
     {0}};
 static const struct argp_child children[] = {TOOL_CHILD(tool_model_argp), {0}};
@@ -224,6 +231,71 @@ static int print_table(const char *program, const cg_config *config, const cg_st
     return 0;
 }
 
+/* ---- policies side by side ---- */
+
+typedef struct summary {
+    const char *policy;
+    int64_t planned, saved, of_indexer; /* bytes; of_indexer: saved in the indexers' scopes */
+    int n_clones;
+} summary;
+
+static bool summarize(cg_config *config, const cg_step_options *how, const char *policy, summary *s,
+                      cg_error *error) {
+    cg_step step;
+    int n = 0;
+    snprintf(config->policy, sizeof config->policy, "%s", policy);
+    bool ok = cg_step_build(&step, config, how, error);
+    cg_saved *saved = ok ? cg_plan_saved(step.plan, &n) : NULL;
+    if (ok && !saved) ok = cg_fail(error, CG_FAILED, "out of memory while the plan is printed");
+    if (ok) *s = (summary){.policy = policy, .planned = step.plan->peak_bytes, .n_clones = step.n_clones};
+    for (int i = 0; ok && i < n; i++) {
+        s->saved += saved[i].bytes;
+        if (strstr(saved[i].value->scope, "/indexer")) s->of_indexer += saved[i].bytes;
+    }
+    cg_saved_free(saved, n);
+    cg_step_free(&step);
+    return ok;
+}
+
+static int compare(const char *program, const arguments *a, const cg_step_options *how) {
+    const char *policies[4] = {"save", "recompute", "stream", a->model.config.policy};
+    int n = 4;
+    for (int i = 0; i < 3; i++)
+        if (!strcmp(policies[i], policies[3])) n = 3;
+    cg_config config = a->model.config;
+    summary all[4];
+    cg_error error = {0};
+    for (int i = 0; i < n; i++)
+        if (!summarize(&config, how, policies[i], &all[i], &error)) return tool_failed(program, &error);
+    if (a->json) {
+        json_t *list = json_array();
+        for (int i = 0; i < n; i++)
+            json_array_append_new(list, json_pack("{s:s, s:I, s:I, s:I, s:i}", "policy", all[i].policy,
+                                                  "planned_peak_bytes", (json_int_t)all[i].planned,
+                                                  "saved_bytes", (json_int_t)all[i].saved,
+                                                  "saved_in_indexers_bytes", (json_int_t)all[i].of_indexer,
+                                                  "recomputed_nodes", all[i].n_clones));
+        int failed = json_dumpf(list, stdout, JSON_INDENT(2));
+        putchar('\n');
+        json_decref(list);
+        return failed ? CG_FAILED : 0;
+    }
+    tool_print_model(program, &a->model.config);
+    table *t = table_new("lrrrr");
+    static const char *const titles[] = {"policy", "planned peak MiB", "saved MiB", "of it in indexers",
+                                         "recomputed nodes"};
+    for (int c = 0; c < 5; c++) table_cell(t, "%s", titles[c]);
+    for (int i = 0; i < n; i++) {
+        table_cell(t, "%s", all[i].policy);
+        table_cell(t, "%.3f", mib(all[i].planned));
+        table_cell(t, "%.3f", mib(all[i].saved));
+        table_cell(t, "%.3f", mib(all[i].of_indexer));
+        table_cell(t, "%d", all[i].n_clones);
+    }
+    table_print(t);
+    return 0;
+}
+
 int csagrad_plan(int argc, char **argv) {
     arguments a = {0};
     cg_error error = {0};
@@ -232,8 +304,9 @@ int csagrad_plan(int argc, char **argv) {
     cg_step_options how = {
         .no_optimizer = a.no_optimizer, .keep_gradients = a.no_optimizer, .attend_all = a.warmup};
     const cg_config *config = &a.model.config;
-    bool ok = tool_model_apply(&a.model, &error) && segments(&a, &how.max_segments, &error) &&
-              cg_step_build(&step, config, &how, &error);
+    bool ok = tool_model_apply(&a.model, &error) && segments(&a, &how.max_segments, &error);
+    if (ok && a.compare) return compare(argv[0], &a, &how);
+    ok = ok && cg_step_build(&step, config, &how, &error);
     int n = 0, code = CG_FAILED;
     cg_saved *saved = ok ? cg_plan_saved(step.plan, &n) : NULL;
     if (ok && !saved) ok = cg_fail(&error, CG_FAILED, "out of memory while the plan is printed");
