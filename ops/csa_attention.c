@@ -1,7 +1,7 @@
 /* Sparse attention: one softmax per head over the window, the chosen compressed rows and a sink.
  *
- *   q [T, H, D]   kv [T, D]   ckv [C, D]   sink [H]   topk [T, K] i32, -1 = none, at any place   rows [T,
- * fields] i32
+ *   q [T, H, D]   kv [T, D]   ckv [C, D]   sink [H]   topk [T, K] i32, -1 = none, at any place
+ *   rows [T, CG_ROW_FIELDS] i32
  *   -> out [T, H, D]   lse [T, H]   window_lse [T, H]   teacher [T, K]
  *
  *   x[h,j] = scale * q[t,h] . key[j],  keys j: kv rows max(start, t-W+1) .. t, then ckv rows topk[t,:]
@@ -24,11 +24,14 @@
  * it adds to dckv and dsink, are partial sums in the workspace, added in order of the runs.
  *
  * Saved:     q kv ckv sink topk rows lse   (4*(T*H*D + T*D + C*D + H + T*K + 5*T + T*H) bytes in f32). Not out:
- * s is summed from p and g.key, which backward needs anyway. Recompute: same bits Refuses:   shapes that do not
- * fit, a teacher without chosen rows; at run time a chosen row that the token does not see, and facts of rows
- * that do not fit T and C Check:     f32 against f64, relative norm 1e-5: D products and N exponentials summed
- * in f32, heads' sums in f64 Source:    DeepSeek-V4 report, arXiv 2606.19348, section 2.3 and equation 27; the
- * teacher as Megatron-LM has it
+ *            s is summed from p and g.key, which backward needs anyway.
+ * Recompute: same bits
+ * Refuses:   shapes that do not fit, a teacher without chosen rows; at run time a chosen row that the token
+ *            does not see, and facts of rows that do not fit T and C
+ * Check:     f32 against f64, relative norm 1e-5: D products and N exponentials summed in f32, heads' sums in
+ *            f64
+ * Source:    DeepSeek-V4 report, arXiv 2606.19348, section 2.3 and equation 27; the teacher as Megatron-LM has
+ *            it
  */
 #ifndef REAL
 

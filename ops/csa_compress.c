@@ -14,8 +14,11 @@
  * the runs.
  *
  * Saved:     kv gate ape entries entry_positions  (4*(2*T*c*d + m*c*d + 2*C) bytes in f32); the weights are
- * rebuilt Recompute: same bits Refuses:   shapes that do not fit; at run time entries that leave the rows,
- * overlap, or miss their predecessor Source:    DeepSeek-V4 report, arXiv 2606.19348, equations 9-12 and 20-23
+ *            rebuilt
+ * Recompute: same bits
+ * Refuses:   shapes that do not fit; at run time entries that leave the rows, overlap, or miss their
+ *            predecessor
+ * Source:    DeepSeek-V4 report, arXiv 2606.19348, equations 9-12 and 20-23
  */
 #ifndef REAL
 

@@ -4,8 +4,7 @@
  *   -> teacher [T, N], sums to 1 over the row's list; 0 where index is -1
  *
  *   x[h,j] = scale * q[t,h] . ckv[index[t,j]],  teacher[j] = sum_h exp(x[h,j] - z[h]), divided once by its sum
- *   z[h] = log(E[h] + sum_j exp(x[h,j])),  E = exp(window_lse[t,h]) (full), exp(sink[h]) (sink) or 0
- * (compressed)
+ *   z[h] = log(E[h] + sum_j exp(x[h,j])),  E = exp(window_lse[t,h]) full, exp(sink[h]) sink, 0 compressed
  *
  * With index = visible_indices this is the teacher of the dense loss: its denominator holds all visible rows,
  * so the lse of the sparse attention cannot stand in for it. Heads are normalised after they are summed, not
@@ -15,8 +14,9 @@
  * Saved:     nothing: it is a constant
  * Recompute: same bits
  * Refuses:   shapes that do not fit; a window_lse or sink that the mode lacks or does not want; at run time an
- * index outside -1..C-1 Check:     f32 against f64, relative norm 1e-5 Source:    DeepSeek-V3.2 report, arXiv
- * 2512.02556, section 2.1.1; denominators as Megatron-LM has them
+ *            index outside -1..C-1
+ * Check:     f32 against f64, relative norm 1e-5
+ * Source:    DeepSeek-V3.2 report, arXiv 2512.02556, section 2.1.1; denominators as Megatron-LM has them
  */
 #ifndef REAL
 

@@ -6,8 +6,10 @@
  *   g_j = w_j dy_j,  dx_j = r g_j - x_j r^3/D sum_i g_i x_i,  dw_j = sum over rows of dy_j r x_j
  *
  * Saved:     x weight     (4*(rows*D + D) bytes in f32); r is computed again, one pass over a row that is read
- * anyway Recompute: same bits. May work in place. Refuses:   eps below 0 or not finite; a weight of another
- * length Source:    Zhang and Sennrich 2019
+ *            anyway
+ * Recompute: same bits. May work in place.
+ * Refuses:   eps below 0 or not finite; a weight of another length
+ * Source:    Zhang and Sennrich 2019
  */
 #ifndef REAL
 

@@ -1,18 +1,17 @@
 /* What every packed row needs to know of its segment, written down once from the offsets.
  *
- *   cu_seqlens [B+1] i32 physical offsets, rising from 0     seqlens [B] i32 real lengths, or absent: all rows
- * real
- *   -> rows [T, CG_ROW_FIELDS]   positions [T]   entries [C]   entry_positions [C]   cu_compressed [B+1], all
- * i32
+ *   cu_seqlens [B+1] i32 physical offsets, rising from 0   seqlens [B] i32 real lengths; absent: all are real
+ *   -> rows [T, CG_ROW_FIELDS]   positions [T]   entries [C]   entry_positions [C]   cu_compressed [B+1]  (i32)
  *
  * Segment b has floor(physical length / m) compressed rows, so a group never crosses a border and a tail
  * shorter than m makes none. A real row at position p sees floor((p+1)/m) of them: a group is visible from its
  * last token on. Empty segments may stand anywhere. Rows behind the last segment have position -1.
  *
- * Saved: nothing. Recompute: same bits.
- * Refuses: a negative size; at run time a first offset other than 0, a decreasing one, a last one above T, a
- * real length outside 0..physical, more compressed rows than the capacity C. Source: DeepSeek-V4 report, arXiv
- * 2606.19348, section 2.3.3, for the groups; the causal rule as released.
+ * Saved:     nothing.
+ * Recompute: same bits.
+ * Refuses:   a negative size; at run time a first offset other than 0, a decreasing one, a last one above T, a
+ *            real length outside 0..physical, more compressed rows than the capacity C.
+ * Source:    DeepSeek-V4 report, arXiv 2606.19348, section 2.3.3, for the groups; the causal rule as released.
  */
 #include "ops/ops.h"
 
