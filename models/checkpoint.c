@@ -74,6 +74,12 @@ static cg_safetensors *open_checked(const char *path, cg_error *error) {
     return NULL;
 }
 
+bool cg_checkpoint_is_whole(const char *path, cg_error *error) {
+    cg_safetensors *file = open_checked(path, error);
+    cg_safetensors_close(file);
+    return file != NULL;
+}
+
 static bool fits(const char *path, const cg_safetensors *file, const cg_named_tensor *tensors, int n_tensors,
                  cg_error *error) {
     for (int i = 0; i < n_tensors; i++) {
@@ -119,22 +125,21 @@ void cg_checkpoint_path(const char *dir, int64_t step, char *path, size_t path_b
     snprintf(path, path_bytes, "%s/checkpoint-%08lld.safetensors", dir, (long long)step);
 }
 
-static int newest_first(const void *a, const void *b) {
-    int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
-    return x < y ? 1 : x > y ? -1 : 0;
-}
-
 int cg_checkpoint_list(const char *dir, int64_t *steps, int max) {
     DIR *folder = opendir(dir);
     if (!folder) return 0;
     int n = 0;
-    for (struct dirent *entry; (entry = readdir(folder)) && n < max;) {
+    for (struct dirent *entry; (entry = readdir(folder));) {
         long long step;
-        char tail[16];
-        if (sscanf(entry->d_name, "checkpoint-%8lld.%12s", &step, tail) == 2 && !strcmp(tail, "safetensors"))
-            steps[n++] = step;
+        char name[64];
+        if (sscanf(entry->d_name, "checkpoint-%lld.", &step) != 1) continue;
+        cg_checkpoint_path(".", step, name, sizeof name);
+        if (strcmp(entry->d_name, name + 2)) continue; /* a copy, a half-written .tmp */
+        int at = n < max ? n++ : max;
+        for (; at > 0 && steps[at - 1] < step; at--)
+            if (at < max) steps[at] = steps[at - 1];
+        if (at < max) steps[at] = step;
     }
     closedir(folder);
-    qsort(steps, (size_t)n, sizeof *steps, newest_first);
     return n;
 }

@@ -14,6 +14,9 @@ typedef struct cg_checkpoint_facts {
     const char *config_json; /* for readers of the file; not read back */
 } cg_checkpoint_facts;
 
+/* Is this a checkpoint whose content has its checksum? False with a sentence that names the file. */
+bool cg_checkpoint_is_whole(const char *path, cg_error *error);
+
 /* Write atomically. */
 bool cg_checkpoint_write(const char *path, const cg_named_tensor *tensors, int n_tensors,
                          const cg_checkpoint_facts *facts, cg_error *error);
@@ -27,7 +30,7 @@ bool cg_checkpoint_read(const char *path, const cg_named_tensor *tensors, int n_
 /* "DIR/checkpoint-00000100.safetensors". */
 void cg_checkpoint_path(const char *dir, int64_t step, char *path, size_t path_bytes);
 
-/* Steps of the checkpoints in a folder, newest first; at most max of them. 0 also when the folder is absent. */
+/* Steps of the checkpoints in a folder, newest first; the max newest. 0 also when the folder is absent. */
 int cg_checkpoint_list(const char *dir, int64_t *steps, int max);
 
 #endif

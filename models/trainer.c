@@ -360,6 +360,7 @@ bool cg_selection_is_exercised(const cg_config *config, const cg_feed *feed) {
 
 bool cg_trainer_save(const cg_trainer *trainer, const char *path, cg_error *error) {
     state s;
+    if (!trainer->exec) return cg_fail(error, CG_FAILED, "%s: there is no model to save", path);
     if (!state_of(&trainer->step, trainer->exec, &s, error)) return false;
     char *json = cg_config_json(&trainer->config);
     cg_checkpoint_facts facts = {trainer->steps_done, cg_feed_facts_of(trainer->feed)->fingerprint, json};

@@ -8,12 +8,15 @@
  */
 #include "tools/csagrad.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <math.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -26,6 +29,8 @@
 #include "tools/run_log.h"
 
 enum { KEY_DATA = TOOL_OWN_KEYS, KEY_OUT, KEY_RESUME };
+
+enum { DIR_BYTES = 480 }; /* of --out: with a file's name it fits into the paths here */
 
 typedef struct train_options {
     tool_model model;
@@ -92,6 +97,7 @@ typedef struct run {
     json_t *start; /* the evaluation before the first step */
     double started_s, shown_s;
     int64_t started_step, saved_step;
+    int lock;               /* the folder's descriptor: one run at a time */
     int64_t process_growth; /* -1: unknown, or no step was taken */
     bool terminal;
 } run;
@@ -174,42 +180,59 @@ static void show_progress(run *r, const cg_metrics *m, const cg_evaluation *e) {
 
 /* ---- the run ---- */
 
+/* The one before stays: should the newest be damaged, it still loads. Those of later steps were damaged when this
+ * run began, or are of a run that it took the place of. */
+static void remove_old_checkpoints(const run *r, int64_t newest) {
+    int64_t steps[64];
+    int n = cg_checkpoint_list(r->dir, steps, 64);
+    bool kept = false;
+    for (int i = 0; i < n; i++) {
+        if (steps[i] == newest) continue;
+        if (steps[i] < newest && !kept) {
+            kept = true;
+            continue;
+        }
+        char path[600];
+        cg_checkpoint_path(r->dir, steps[i], path, sizeof path);
+        unlink(path);
+    }
+}
+
 static bool save(run *r, cg_error *error) {
     int64_t step = cg_trainer_steps(r->trainer);
     if (r->saved_step == step) return true;
     char path[600];
     cg_checkpoint_path(r->dir, step, path, sizeof path);
-    if (!cg_trainer_save(r->trainer, path, error)) return false;
+    /* The log first: after a power cut it must not lack a step that the checkpoint holds. */
+    if (!run_log_sync(r->log, error) || !cg_trainer_save(r->trainer, path, error)) return false;
     r->saved_step = step;
-    int64_t steps[64]; /* the two newest stay: should one be damaged, the other still loads */
-    int n = cg_checkpoint_list(r->dir, steps, 64);
-    for (int i = 2; i < n; i++) {
-        cg_checkpoint_path(r->dir, steps[i], path, sizeof path);
-        unlink(path);
-    }
+    remove_old_checkpoints(r, step);
     return true;
 }
 
-/* Load the newest whole checkpoint; a damaged one is named and the one before it is tried. */
+/* Load the newest whole checkpoint; a damaged one is named and the one before it is tried. A whole one that does
+ * not fit (other data, another model) is refused: an older one would fit no better. */
 static bool load_newest(run *r, cg_error *error) {
     int64_t steps[64];
-    int n = cg_checkpoint_list(r->dir, steps, 64);
-    if (!n) return cg_fail(error, CG_BAD_INPUT, "--resume: there is no checkpoint in %s", r->dir);
-    for (int i = 0; i < n; i++) {
-        char path[600];
-        cg_error refused = {0};
-        cg_checkpoint_path(r->dir, steps[i], path, sizeof path);
-        if (cg_trainer_load(r->trainer, path, &refused)) {
-            r->saved_step = steps[i];
-            return true;
-        }
-        if (i + 1 == n) {
-            cg_fail(error, refused.code, "%s", refused.text);
-            return false;
-        }
-        fprintf(stderr, "csagrad train: %s; trying the checkpoint before it\n", refused.text);
+    char path[600];
+    cg_error damage[64] = {0};
+    int n = cg_checkpoint_list(r->dir, steps, 64), whole = 0;
+    if (!n)
+        return cg_fail(error, CG_BAD_INPUT,
+                       "--resume: there is no checkpoint in %s: start anew in another folder", r->dir);
+    for (; whole < n; whole++) {
+        cg_checkpoint_path(r->dir, steps[whole], path, sizeof path);
+        if (cg_checkpoint_is_whole(path, &damage[whole])) break;
     }
-    return false;
+    if (whole == n)
+        return cg_fail(error, CG_BAD_INPUT, "--resume: none of %d checkpoint%s in %s is whole; the newest: %s",
+                       n, n == 1 ? "" : "s", r->dir, damage[0].text);
+    if (!cg_trainer_load(r->trainer, path, error)) return false;
+    for (int i = 0; i < whole; i++)
+        fprintf(stderr, "csagrad train: %s; the checkpoint of step %" PRId64 " is used instead\n",
+                damage[i].text, steps[whole]);
+    r->saved_step = steps[whole];
+    return true;
 }
 
 static bool write_config(const run *r, cg_error *error) {
@@ -238,23 +261,37 @@ static bool dir_is_free(const run *r, cg_error *error) {
                    "--out: %s holds a run already: go on with --resume, or name another folder", r->dir);
 }
 
-static bool evaluate(run *r, cg_evaluation *e, cg_error *error) {
-    return cg_trainer_evaluate(r->trainer, e, error);
+/* Two runs in one folder would mix their lines. The kernel drops the lock when the process ends, however it ends;
+ * a file system without locks is used without. */
+static bool lock_dir(run *r, cg_error *error) {
+    r->lock = open(r->dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (r->lock < 0 || flock(r->lock, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return true;
+    return cg_fail(error, CG_BAD_INPUT, "--out: another run is writing to %s", r->dir);
+}
+
+/* A log that goes on is the log of a run that never stopped: of the evaluation at the end of the run before, only
+ * what falls on an evaluation step stays. */
+static const char *const *stale_keys(const run *r) {
+    static const char *const evaluation[] = {
+        "val_loss", "val_accuracy", "val_accuracy_far", "captured", "recall", "indexers", NULL};
+    int64_t every = r->config->eval_every;
+    return every > 0 && r->started_step % every == 0 ? NULL : evaluation;
 }
 
 static bool begin(run *r, cg_error *error) {
     const cg_feed_facts *facts;
-    if (!cg_folder_make(r->dir, error)) return false;
+    /* Whatever may be wrong with the input is found before anything is made or changed in the folder. */
     if (!r->options->resume && !dir_is_free(r, error)) return false;
     if (!(r->feed = cg_feed_new(r->options->data, r->config, error))) return false;
     if (!(r->trainer = cg_trainer_new(r->config, r->feed, error))) return false;
-    if (r->options->resume && !load_newest(r, error)) return false;
+    if (!cg_folder_make(r->dir, error) || !lock_dir(r, error)) return false;
+    if (!(r->options->resume ? load_newest(r, error) : dir_is_free(r, error))) return false;
     json_t *first = NULL;
     r->started_step = cg_trainer_steps(r->trainer);
-    if (!(r->log = run_log_open(r->dir, r->started_step, &first, error))) return false;
+    if (!write_config(r, error)) return false;
+    if (!(r->log = run_log_open(r->dir, r->started_step, stale_keys(r), &first, error))) return false;
     r->start = json_incref(json_object_get(first, "start"));
     json_decref(first);
-    if (!write_config(r, error)) return false;
     facts = cg_feed_facts_of(r->feed);
     if (!r->options->json) {
         tool_print_model("csagrad train", r->config);
@@ -282,19 +319,24 @@ static bool go(run *r, cg_evaluation *end, bool *evaluated, cg_error *error) {
     r->started_s = now_s();
     json_t *start = NULL;
     if (cg_trainer_steps(r->trainer) == 0) {
-        if (!evaluate(r, end, error)) return false;
+        if (!cg_trainer_evaluate(r->trainer, end, error)) return false;
         start = evaluation_json(end);
         r->start = json_incref(start);
     }
     for (int64_t step = cg_trainer_steps(r->trainer) + 1; step <= c->steps && !interrupted; step++) {
-        if (!cg_trainer_step(r->trainer, &m, error)) return false;
+        if (!cg_trainer_step(r->trainer, &m, error)) {
+            cg_error second = {
+                0}; /* the parameters are those of the step before: worth keeping, whatever comes */
+            if (step > 1) save(r, &second);
+            return false;
+        }
         r->process_growth = m.process_growth_bytes;
         json_t *line = metrics_json(&m);
         if (start) json_object_set_new(line, "start", start);
         start = NULL;
         *evaluated = step == c->steps || (c->eval_every > 0 && step % c->eval_every == 0);
         if (*evaluated) {
-            if (!evaluate(r, end, error)) return false;
+            if (!cg_trainer_evaluate(r->trainer, end, error)) return false;
             json_t *e = evaluation_json(end);
             json_object_update(line, e);
             json_decref(e);
@@ -353,6 +395,8 @@ static json_t *final_json(const run *r, const cg_evaluation *e) {
     json_object_update(line, end);
     json_decref(end);
     const cg_plan *plan = cg_trainer_graph(r->trainer)->plan;
+    json_object_set_new(line, "selection_exercised",
+                        json_boolean(cg_selection_is_exercised(r->config, r->feed)));
     json_object_set_new(line, "chance", run_number(cg_feed_facts_of(r->feed)->chance));
     json_object_set_new(line, "planned_peak_bytes", json_integer(plan->peak_bytes));
     json_object_set_new(line, "process_growth_bytes", known_bytes(r->process_growth));
@@ -370,7 +414,7 @@ static bool finish(run *r, cg_evaluation *e, bool evaluated, cg_error *error) {
                    r->terminal ? "\n" : "", cg_trainer_steps(r->trainer), r->dir);
         return true;
     }
-    if (!evaluated && !evaluate(r, e, error)) return false; /* a run resumed at its end */
+    if (!evaluated && !cg_trainer_evaluate(r->trainer, e, error)) return false; /* a run resumed at its end */
     if (!log_line(r, final_json(r, e), error)) return false;
     if (!r->options->json) print_table(r, e);
     return true;
@@ -387,6 +431,11 @@ int csagrad_train(int argc, char **argv) {
     train_options o = {.out = "runs/train"};
     cg_error error = {0};
     tool_parse(&argp, argc, argv, &o);
+    if (strlen(o.out) > DIR_BYTES) {
+        cg_fail(&error, CG_BAD_INPUT, "--out: a path of %zu bytes, at most %d are accepted", strlen(o.out),
+                DIR_BYTES);
+        return tool_failed(argv[0], &error);
+    }
     if (o.resume) {
         char path[600];
         snprintf(path, sizeof path, "%s/config.json", o.out);
@@ -398,14 +447,17 @@ int csagrad_train(int argc, char **argv) {
         o.model.config_given = true;
     }
     if (!tool_model_apply(&o.model, &error)) return tool_failed(argv[0], &error);
-    struct sigaction action = {.sa_handler = on_signal};
+    struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART}, hangup;
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
+    if (sigaction(SIGHUP, NULL, &hangup) == 0 && hangup.sa_handler != SIG_IGN) /* nohup: ignored */
+        sigaction(SIGHUP, &action, NULL);
     signal(SIGXFSZ, SIG_IGN); /* a file at its size limit is an error with a sentence, like a full disk */
     run r = {.options = &o,
              .config = &o.model.config,
              .dir = o.out,
              .saved_step = -1,
+             .lock = -1,
              .process_growth = -1,
              .terminal = isatty(STDOUT_FILENO)};
     cg_evaluation *end = calloc(1, sizeof *end);
@@ -417,6 +469,7 @@ int csagrad_train(int argc, char **argv) {
     cg_trainer_free(r.trainer);
     cg_feed_free(r.feed);
     json_decref(r.start);
+    if (r.lock >= 0) close(r.lock);
     free(end);
     if (!ok) return tool_failed(argv[0], &error);
     return interrupted ? 128 + interrupted : 0;
