@@ -1,9 +1,11 @@
 #include "models/dsv4.h"
 
 #include "core/rng.h"
+#include "core/suggest.h"
 
 #include <math.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* What all layers share. */
@@ -285,6 +287,20 @@ bool cg_dsv4_build(cg_graph *graph, const cg_config *config, const cg_dsv4_optio
 static const char recompute_terms[] =
     "indexer_head_scores,relu,indexer_head_sum,gather,softmax@layer*/attn/indexer";
 
+/* One word that is no op is meant as a form. */
+static bool is_a_term(const char *policy, cg_error *error) {
+    static const char *const forms[] = {"save", "recompute", "stream"};
+    if (policy[strcspn(policy, ",@;*?=+/")] || cg_op_find(&cg_all_ops, policy)) return true;
+    const char *near = cg_suggest(policy, forms, 3), **names = calloc((size_t)cg_all_ops.n, sizeof *names);
+    for (int i = 0; names && i < cg_all_ops.n; i++) names[i] = cg_all_ops.list[i]->name;
+    if (!near && names) near = cg_suggest(policy, names, cg_all_ops.n);
+    cg_fail(error, CG_BAD_INPUT,
+            "unknown policy \"%s\"%s%s%s, expected save, recompute, stream, or OP[,OP...][@SCOPE][;...]",
+            policy, near ? " (did you mean " : "", near ? near : "", near ? "?)" : "");
+    free(names);
+    return false;
+}
+
 bool cg_policy_parse(const char *policy, cg_form *form, char *terms, cg_error *error) {
     *form = CG_FORM_SPELLED;
     *terms = 0;
@@ -300,9 +316,10 @@ bool cg_policy_parse(const char *policy, cg_form *form, char *terms, cg_error *e
         policy += sizeof stream;
     }
     if (!strncmp(policy, prefix, sizeof prefix - 1)) policy += sizeof prefix - 1;
-    if (!*policy)
+    if (!policy[strspn(policy, ";")])
         return cg_fail(error, CG_BAD_INPUT,
                        "policy is empty, expected save, recompute, stream, or OP[,OP...][@SCOPE][;...]");
+    if (*form == CG_FORM_SPELLED && !is_a_term(policy, error)) return false;
     if (strlen(policy) >= CG_POLICY_BYTES)
         return cg_fail(error, CG_BAD_INPUT, "policy is %zu characters long, at most %d fit", strlen(policy),
                        CG_POLICY_BYTES - 1);

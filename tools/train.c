@@ -281,6 +281,8 @@ static const char *const *stale_keys(const run *r) {
 static bool begin(run *r, cg_error *error) {
     const cg_feed_facts *facts;
     /* Whatever may be wrong with the input is found before anything is made or changed in the folder. */
+    if (r->options->data && r->config->task != CG_TASK_TEXT)
+        return cg_fail(error, CG_BAD_INPUT, "--data is for --task text: the recall task makes its own");
     if (!r->options->resume && !dir_is_free(r, error)) return false;
     if (!(r->feed = cg_feed_new(r->options->data, r->config, error))) return false;
     if (!(r->trainer = cg_trainer_new(r->config, r->feed, error))) return false;
