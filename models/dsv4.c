@@ -235,9 +235,9 @@ static cg_value *block(builder *b, cg_value *stream, cg_dsv4_layer *layer) {
     cg_graph *g = b->graph;
     cg_value *x = normalize(b, stream, "attn_norm.weight", false);
     cg_scope_push(g, "attn");
-    cg_value *attended = attention_block(b, x, layer);
+    layer->attended = attention_block(b, x, layer);
     cg_scope_pop(g);
-    stream = cg_add(g, stream, attended);
+    stream = cg_add(g, stream, layer->attended);
     x = normalize(b, stream, "ffn_norm.weight", false);
     cg_scope_push(g, "ffn");
     cg_value *fed = feed_forward(b, x);

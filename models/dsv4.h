@@ -39,6 +39,7 @@ enum { CG_MAX_PARAMS = CG_MAX_LAYERS * 32 };
 
 typedef struct cg_dsv4_layer {
     int64_t ratio;
+    cg_value *attended;     /* [T, hidden]: what the attention half adds to the stream */
     cg_value *topk;         /* CSA: the selection [T, K]; NULL elsewhere */
     cg_value *lse;          /* [T, H] */
     cg_value *health;       /* [CG_HEALTH_FIELDS]; NULL unless wanted */
