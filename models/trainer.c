@@ -191,10 +191,8 @@ static bool run_micro_batches(cg_trainer *trainer, cg_metrics *metrics, cg_error
         metrics->indexer_loss += read_scalar(trainer->exec, step->model->indexer_loss);
     }
     if (isfinite(metrics->lm_loss) && isfinite(metrics->indexer_loss)) return true;
-    return cg_fail(error, CG_FAILED,
-                   "step %lld: the loss is not finite (language model %g, indexer %g); parameters are "
-                   "as before this step",
-                   (long long)metrics->step, metrics->lm_loss, metrics->indexer_loss);
+    return cg_fail(error, CG_FAILED, "the loss is not finite (language model %g, indexer %g)", metrics->lm_loss,
+                   metrics->indexer_loss);
 }
 
 /* By how much the process grew from before the arena was made to the peak of the first step. The kernel's mark
@@ -206,6 +204,17 @@ static int64_t growth_of_first_step(const cg_trainer *trainer, int64_t mark_befo
     return (mark > mark_before_step ? mark : resident) - trainer->resident_before;
 }
 
+static bool update_parameters(cg_trainer *trainer, cg_metrics *metrics, cg_error *error) {
+    write_scalar(trainer->exec, trainer->step.schedule, 0, metrics->lr);
+    write_scalar(trainer->exec, trainer->step.schedule, 1, (double)metrics->step);
+    cg_error refused = {0};
+    bool ok = cg_exec_run(trainer->exec, CG_PASS_BIT(CG_OPTIMIZE), &refused);
+    metrics->grad_norm = read_scalar(trainer->exec, trainer->step.grad_norm);
+    if (ok) return true;
+    if (isfinite(metrics->grad_norm)) return cg_fail(error, refused.code, "%s", refused.text);
+    return cg_fail(error, CG_FAILED, "the gradient is not finite (its norm is %g)", fabs(metrics->grad_norm));
+}
+
 bool cg_trainer_step(cg_trainer *trainer, cg_metrics *metrics, cg_error *error) {
     if (trainer->warming != is_warming(trainer) && !build_step(trainer, error)) return false;
     bool first = trainer->process_growth < 0;
@@ -215,11 +224,11 @@ bool cg_trainer_step(cg_trainer *trainer, cg_metrics *metrics, cg_error *error) 
                             .warming = trainer->warming,
                             .planned_peak_bytes = trainer->step.plan->peak_bytes};
     metrics->lr = cg_learning_rate(&trainer->config, metrics->step);
-    if (!run_micro_batches(trainer, metrics, error)) return false;
-    write_scalar(trainer->exec, trainer->step.schedule, 0, metrics->lr);
-    write_scalar(trainer->exec, trainer->step.schedule, 1, (double)metrics->step);
-    if (!cg_exec_run(trainer->exec, CG_PASS_BIT(CG_OPTIMIZE), error)) return false;
-    metrics->grad_norm = read_scalar(trainer->exec, trainer->step.grad_norm);
+    cg_error refused = {0};
+    if (!run_micro_batches(trainer, metrics, &refused) || !update_parameters(trainer, metrics, &refused))
+        /* whatever an op says of its input: here numbers went astray, the user's input is fine */
+        return cg_fail(error, CG_FAILED, "step %lld: %s; parameters are as before this step",
+                       (long long)metrics->step, refused.text);
     metrics->measured_peak_bytes = cg_exec_measured_bytes(trainer->exec);
     trainer->steps_done++;
     int64_t rows = trainer->batches[0]->n_rows * trainer->config.accumulate;

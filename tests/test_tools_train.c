@@ -1,0 +1,662 @@
+/* csagrad train from outside: what a run writes, stop and go on, kill, damage, full disks, bad options, memory. */
+#include "tests/support.h"
+
+#include <jansson.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#if defined(__SANITIZE_ADDRESS__)
+enum { SANITIZED = 1 };
+#else
+enum { SANITIZED = 0 };
+#endif
+
+static char folder[] = "/tmp/csagrad_train_XXXXXX";
+
+/* A model that takes a hundred steps in a second: every kind of layer, selection exercised. */
+#define TINY                                                                                                   \
+    " --set hidden_size=32 --set num_hidden_layers=3 --set compress_ratios=0,4,128 --set "                     \
+    "num_attention_heads=2"                                                                                    \
+    " --set head_dim=16 --set qk_rope_head_dim=8 --set q_lora_rank=16 --set o_groups=2 --set o_lora_rank=8"    \
+    " --set sliding_window=8 --set index_n_heads=2 --set index_head_dim=8 --set index_topk=4"                  \
+    " --set intermediate_size=32 --seq 144 --batch 2 --set warmup_steps=5 --set eval_every=5"                  \
+    " --set eval_batches=1 --indexer-warmup 0 --policy stream "
+#define TEXT " --task text --data text "
+#define RECALL " --task recall "
+
+/* ---- running the program ---- */
+
+typedef struct outcome {
+    int code; /* exit code, or minus the signal */
+    char *out, *err;
+} outcome;
+
+static char *slurp(const char *path) {
+    FILE *file = fopen(path, "r");
+    if (!file) ck_abort_msg("%s cannot be opened", path);
+    size_t bytes = 0, room = 1 << 16, got;
+    char *text = malloc(room);
+    while ((got = fread(text + bytes, 1, room - bytes - 1, file)) > 0)
+        if ((bytes += got) == room - 1) text = realloc(text, room *= 2);
+    fclose(file);
+    text[bytes] = 0;
+    return text;
+}
+
+static char *path_of(const char *format, ...) {
+    static char paths[4][512]; /* the last four stay */
+    static int next;
+    char *path = paths[next++ % 4];
+    int n = snprintf(path, sizeof paths[0], "%s/", folder);
+    va_list args;
+    va_start(args, format);
+    vsnprintf(path + n, sizeof paths[0] - (size_t)n, format, args);
+    va_end(args);
+    return path;
+}
+
+/* Start `csagrad train ARGUMENTS` in the folder; no file that it writes may pass file_limit (0: none). */
+static pid_t start(const char *arguments, rlim_t file_limit) {
+    char command[4096];
+    ck_assert_int_lt(snprintf(command, sizeof command, "cd %s && exec '%s' train %s >out 2>err </dev/null",
+                              folder, CSAGRAD_PROGRAM, arguments),
+                     (int)sizeof command);
+    pid_t child = fork();
+    ck_assert_int_ge(child, 0);
+    if (child) return child;
+    if (file_limit) setrlimit(RLIMIT_FSIZE, &(struct rlimit){file_limit, file_limit});
+    execl("/bin/sh", "sh", "-c", command, (char *)NULL);
+    _exit(127);
+}
+
+static outcome finish(pid_t child) {
+    int status;
+    ck_assert_int_eq(waitpid(child, &status, 0), child);
+    return (outcome){WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status), slurp(path_of("out")),
+                     slurp(path_of("err"))};
+}
+
+static void outcome_free(outcome *o) {
+    free(o->out);
+    free(o->err);
+}
+
+#define WITH_ARGUMENTS(text, format)                                                                           \
+    char text[3072];                                                                                           \
+    va_list args;                                                                                              \
+    va_start(args, format);                                                                                    \
+    ck_assert_int_lt(vsnprintf(text, sizeof text, format, args), (int)sizeof text);                            \
+    va_end(args)
+
+/* Exit code 0 and nothing on stderr; returns stdout, which the caller frees. */
+__attribute__((format(printf, 1, 2))) static char *good(const char *format, ...) {
+    WITH_ARGUMENTS(arguments, format);
+    outcome o = finish(start(arguments, 0));
+    if (o.code != 0 || o.err[0]) ck_abort_msg("train %s: exit code %d: %s", arguments, o.code, o.err);
+    free(o.err);
+    return o.out;
+}
+
+#define RUN(...) free(good(__VA_ARGS__))
+
+static bool is_one_line(const char *err) {
+    const char *end = strchr(err, '\n');
+    return end && end[1] == 0 && !strncmp(err, "csagrad train: ", 15);
+}
+
+/* The exit code, and one sentence that holds a part. */
+static void expect_bad(outcome o, const char *arguments, int code, const char *part) {
+    if (o.code != code || !is_one_line(o.err) || !strstr(o.err, part))
+        ck_abort_msg("train %s: exit code %d, expected %d and one line with \"%s\", got: %s", arguments, o.code,
+                     code, part, o.err);
+    outcome_free(&o);
+}
+
+__attribute__((format(printf, 3, 4))) static void bad(int code, const char *part, const char *format, ...) {
+    WITH_ARGUMENTS(arguments, format);
+    expect_bad(finish(start(arguments, 0)), arguments, code, part);
+}
+
+/* ---- files ---- */
+
+__attribute__((format(printf, 1, 2))) static char *shell(const char *format, ...) {
+    WITH_ARGUMENTS(command, format);
+    char whole[3200];
+    snprintf(whole, sizeof whole, "cd %s && { %s; } >shell 2>&1", folder, command);
+    if (system(whole)) ck_abort_msg("%s: %s", command, slurp(path_of("shell")));
+    return slurp(path_of("shell"));
+}
+
+#define SHELL(...) free(shell(__VA_ARGS__))
+
+/* Names, times and content of all files in a folder. */
+static char *state_of(const char *dir) {
+    return shell("find %s -type f -printf '%%p %%s %%T@\\n' | sort; find %s -type f -exec cksum {} + | sort",
+                 dir, dir);
+}
+
+static void expect_unchanged(const char *dir, char *before) {
+    char *after = state_of(dir);
+    ck_assert_str_eq(before, after);
+    free(before);
+    free(after);
+}
+
+static bool exists(const char *path) { return access(path, F_OK) == 0; }
+
+static off_t size_of(const char *path) {
+    struct stat facts;
+    if (stat(path, &facts)) ck_abort_msg("%s is not there", path);
+    return facts.st_size;
+}
+
+static void expect_no_tmp(const char *dir) {
+    char *text = shell("find %s -name '*.tmp'", dir);
+    ck_assert_str_eq(text, "");
+    free(text);
+}
+
+static const char *checkpoint(const char *dir, int step) {
+    return path_of("%s/checkpoint-%08d.safetensors", dir, step);
+}
+
+/* Text of made-up words, the same every time; `salt` gives another one. */
+static void write_text(const char *dir, unsigned salt) {
+    SHELL("mkdir -p %s", dir);
+    for (int f = 0; f < 4; f++) {
+        FILE *file = fopen(path_of("%s/%d.txt", dir, f), "w");
+        ck_assert_ptr_nonnull(file);
+        unsigned x = 12345 + (unsigned)f + salt;
+        for (int i = 0; i < 5000; i++) {
+            x = x * 1103515245u + 12345u;
+            fprintf(file, "%s%c",
+                    (const char *[]){"key", "value", "row", "window", "sink", "head", "top", "a"}[x >> 29],
+                    x >> 20 & 7 ? ' ' : '\n');
+        }
+        fclose(file);
+    }
+}
+
+START_TEST(write_inputs) { write_text("text", 0); }
+END_TEST
+
+/* ---- metrics ---- */
+
+enum { MAX_LINES = 4096 };
+
+typedef struct metrics {
+    int n;
+    json_t *lines[MAX_LINES];
+} metrics;
+
+/* Whole lines of JSON only; steps 1, 2, 3 ..., each once, then at most the final line. */
+static metrics *metrics_of(const char *dir) {
+    metrics *m = calloc(1, sizeof *m);
+    char *text = slurp(path_of("%s/metrics.jsonl", dir));
+    for (char *line = text, *end; *line; line = end + 1) {
+        end = strchr(line, '\n');
+        if (!end) ck_abort_msg("%s: half a line: %s", dir, line);
+        json_t *object = json_loadb(line, (size_t)(end - line), JSON_REJECT_DUPLICATES, NULL);
+        if (!json_is_object(object)) ck_abort_msg("%s: no JSON object: %s", dir, line);
+        bool final = json_is_true(json_object_get(object, "final"));
+        if (!final) ck_assert_int_eq(json_integer_value(json_object_get(object, "step")), m->n + 1);
+        if (final) ck_assert_str_eq(end + 1, "");
+        ck_assert_int_lt(m->n, MAX_LINES);
+        m->lines[m->n++] = object;
+    }
+    free(text);
+    return m;
+}
+
+static void metrics_free(metrics *m) {
+    for (int i = 0; i < m->n; i++) json_decref(m->lines[i]);
+    free(m);
+}
+
+static const json_t *last_line(const metrics *m) {
+    ck_assert_int_gt(m->n, 0);
+    return m->lines[m->n - 1];
+}
+
+static double number(const json_t *object, const char *key) {
+    const json_t *value = json_object_get(object, key);
+    if (!json_is_number(value)) ck_abort_msg("%s is no number", key);
+    return json_number_value(value);
+}
+
+static int64_t integer(const json_t *object, const char *key) {
+    const json_t *value = json_object_get(object, key);
+    if (!json_is_integer(value)) ck_abort_msg("%s is no integer", key);
+    return json_integer_value(value);
+}
+
+/* Bit by bit but for what time and the kernel say. JSON has 17 digits: enough to tell any two doubles apart. */
+static void expect_same_metrics(const char *dir_a, const char *dir_b) {
+    static const char *const of_the_moment[] = {"tokens_per_s", "seconds", "process_growth_bytes",
+                                                "process_peak_bytes"};
+    metrics *a = metrics_of(dir_a), *b = metrics_of(dir_b);
+    for (int i = 0; i < a->n && i < b->n; i++) {
+        for (size_t k = 0; k < sizeof of_the_moment / sizeof *of_the_moment; k++) {
+            json_object_del(a->lines[i], of_the_moment[k]);
+            json_object_del(b->lines[i], of_the_moment[k]);
+        }
+        if (json_equal(a->lines[i], b->lines[i])) continue;
+        ck_abort_msg("%s and %s differ in line %d:\n%s\n%s", dir_a, dir_b, i + 1, json_dumps(a->lines[i], 0),
+                     json_dumps(b->lines[i], 0));
+    }
+    if (a->n != b->n) ck_abort_msg("%s has %d lines, %s has %d", dir_a, a->n, dir_b, b->n);
+    metrics_free(a);
+    metrics_free(b);
+}
+
+/* Wait until a run has logged n steps. */
+static void wait_for_lines(pid_t child, const char *dir, int n) {
+    for (int tries = 0; tries < 6000; tries++) {
+        int lines = 0;
+        FILE *file = fopen(path_of("%s/metrics.jsonl", dir), "r");
+        for (int c; file && (c = fgetc(file)) != EOF;) lines += c == '\n';
+        if (file) fclose(file);
+        if (lines >= n) return;
+        if (waitpid(child, NULL, WNOHANG)) ck_abort_msg("the run ended early: %s", slurp(path_of("err")));
+        nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
+    }
+    ck_abort_msg("no %d steps within a minute", n);
+}
+
+/* ---- a good run ---- */
+
+START_TEST(what_a_run_writes) {
+    for (int recall = 0; recall < 2; recall++) {
+        const char *dir = recall ? "good_recall" : "good_text";
+        char *out = good(TINY "%s --steps 11 --set checkpoint_every=4 --out %s", recall ? RECALL : TEXT, dir);
+        ck_assert_ptr_null(strpbrk(out, "\r\033"));
+        ck_assert_ptr_nonnull(strstr(out, "step    11/11"));
+        ck_assert_ptr_nonnull(strstr(out, "planned peak"));
+        free(out);
+        metrics *m = metrics_of(dir);
+        ck_assert_int_eq(m->n, 12);
+        for (int i = 0; i < 11; i++) {
+            const json_t *line = m->lines[i];
+            static const char *const keys[] = {"lm_loss", "grad_norm", "lr", "tokens_per_s"};
+            for (size_t k = 0; k < sizeof keys / sizeof *keys; k++)
+                ck_assert_double_gt(number(line, keys[k]), 0);
+            ck_assert_double_ge(number(line, "indexer_loss"), 0);
+            ck_assert_int_gt(integer(line, "planned_peak_bytes"), 0);
+            ck_assert_int_eq(integer(line, "planned_peak_bytes"), integer(line, "measured_peak_bytes"));
+            bool evaluated = (i + 1) % 5 == 0 || i == 10;
+            ck_assert(evaluated == (json_object_get(line, "val_loss") != NULL));
+            ck_assert(evaluated == (json_array_size(json_object_get(line, "indexers")) == 1));
+        }
+        const json_t *final = last_line(m), *begin = json_object_get(final, "start");
+        ck_assert_int_eq(integer(final, "steps"), 11);
+        ck_assert_double_gt(number(final, "val_loss"), 0);
+        ck_assert_double_gt(number(begin, "val_loss"), 0);
+        ck_assert(number(final, "captured") <= 1 && number(final, "recall") <= 1);
+        ck_assert(json_is_true(json_object_get(final, "selection_exercised")));
+        ck_assert(recall == json_is_number(json_object_get(final, "val_accuracy_far")));
+        ck_assert_ptr_nonnull(json_object_get(final, "val_accuracy_far"));
+        metrics_free(m);
+        ck_assert(exists(checkpoint(dir, 11)) && exists(checkpoint(dir, 8)) && !exists(checkpoint(dir, 4)));
+        expect_no_tmp(dir);
+        /* config.json gives the same run again */
+        RUN("--config %s/config.json %s --out again_%s", dir, recall ? "" : "--data text", dir);
+        char again[64];
+        snprintf(again, sizeof again, "again_%s", dir);
+        expect_same_metrics(dir, again);
+    }
+}
+END_TEST
+
+START_TEST(json_prints_the_log) {
+    char *out = good(TINY RECALL "--steps 3 --json --out json"), *log = slurp(path_of("json/metrics.jsonl"));
+    ck_assert_str_eq(out, log);
+    free(out);
+    free(log);
+}
+END_TEST
+
+START_TEST(note_about_selection) {
+    static const struct {
+        const char *setting;
+        bool noted;
+    } list[] = {{"index_topk=35", false}, {"index_topk=36", true}, {"compress_ratios=0,0,128", true}};
+    for (size_t i = 0; i < 3; i++) {
+        char *out = good(TINY RECALL "--steps 2 --set %s --out note%zu", list[i].setting, i);
+        const char *note = strstr(out, "does not test selection");
+        ck_assert_msg((note != NULL) == list[i].noted, "%s: %s", list[i].setting, out);
+        if (note) ck_assert_ptr_null(strstr(note + 1, "does not test selection"));
+        free(out);
+        char dir[16];
+        snprintf(dir, sizeof dir, "note%zu", i);
+        metrics *m = metrics_of(dir);
+        ck_assert(json_is_true(json_object_get(last_line(m), "selection_exercised")) == !list[i].noted);
+        metrics_free(m);
+    }
+}
+END_TEST
+
+/* ---- stop and go on ---- */
+
+/* 20 steps on all threads; 10, then 10 more on one thread. The warm-up ends between, at, or after the stop; the
+ * stop is an evaluation step or not. */
+START_TEST(stop_and_resume) {
+    static const char *const variants[] = {"", "--indexer-warmup 13", "--set accumulate=2 --set eval_every=7"};
+    for (int v = 0; v < 6; v++) {
+        const char *task = v % 2 ? RECALL : TEXT, *data = v % 2 ? "" : "--data text",
+                   *variant = variants[v / 2];
+        char a[32], b[32];
+        snprintf(a, sizeof a, "straight%d", v);
+        snprintf(b, sizeof b, "parts%d", v);
+        RUN(TINY "%s %s --steps 20 --out %s", task, variant, a);
+        RUN(TINY "%s %s --steps 10 --threads 1 --out %s", task, variant, b);
+        RUN("--steps 20 --resume %s --threads 1 --out %s", data, b);
+        expect_same_metrics(a, b);
+    }
+}
+END_TEST
+
+START_TEST(stopped_by_signals) {
+    static const int signals[] = {SIGINT, SIGTERM, SIGHUP};
+    for (int s = 0; s < 3; s++) {
+        char dir[32], straight[32];
+        snprintf(dir, sizeof dir, "signal%d", s);
+        snprintf(straight, sizeof straight, "no_signal%d", s);
+        char arguments[2048];
+        snprintf(arguments, sizeof arguments, TINY RECALL "--steps 100000 --out %s", dir);
+        pid_t child = start(arguments, 0);
+        wait_for_lines(child, dir, 3);
+        kill(child, signals[s]);
+        outcome o = finish(child);
+        ck_assert_int_eq(o.code, 128 + signals[s]);
+        ck_assert_str_eq(o.err, "");
+        ck_assert_ptr_nonnull(strstr(o.out, "checkpoint written: go on with --resume"));
+        outcome_free(&o);
+        metrics *m = metrics_of(dir);
+        int at = m->n;
+        ck_assert_int_eq(integer(last_line(m), "step"), at);
+        metrics_free(m);
+        ck_assert(exists(checkpoint(dir, at)));
+        RUN("--steps %d --resume --out %s", at + 4, dir);
+        RUN(TINY RECALL "--steps %d --out %s", at + 4, straight);
+        expect_same_metrics(dir, straight);
+    }
+}
+END_TEST
+
+START_TEST(killed) {
+    pid_t child = start(TINY RECALL "--steps 100000 --set checkpoint_every=3 --out killed", 0);
+    wait_for_lines(child, "killed", 8);
+    kill(child, SIGKILL);
+    outcome o = finish(child);
+    ck_assert_int_eq(o.code, -SIGKILL);
+    outcome_free(&o);
+    FILE *file = fopen(path_of("killed/metrics.jsonl"), "a"); /* as if it had been killed within a line, too */
+    fputs("{\"step\":100", file);
+    fclose(file);
+    int lines = 0;
+    char *log = slurp(path_of("killed/metrics.jsonl"));
+    for (const char *p = log; *p; p++) lines += *p == '\n';
+    free(log);
+    RUN("--steps %d --resume --out killed", lines + 3);
+    RUN(TINY RECALL "--steps %d --set checkpoint_every=3 --out not_killed", lines + 3);
+    expect_same_metrics("killed", "not_killed");
+    expect_no_tmp("killed");
+}
+END_TEST
+
+START_TEST(one_run_per_folder) {
+    pid_t child = start(TINY RECALL "--steps 100000 --set checkpoint_every=1 --out locked", 0);
+    wait_for_lines(child, "locked", 2);
+    char command[1024]; /* a shell of its own, as the outputs of the first run are in use */
+    snprintf(command, sizeof command, "cd %s && '%s' train --resume --out locked >out2 2>err2", folder,
+             CSAGRAD_PROGRAM);
+    int status = system(command);
+    kill(child, SIGINT);
+    outcome o = finish(child);
+    ck_assert(WIFEXITED(status) && WEXITSTATUS(status) == 2);
+    char *err = slurp(path_of("err2"));
+    ck_assert_msg(is_one_line(err) && strstr(err, "another run is writing to locked"), "%s", err);
+    ck_assert_int_eq(o.code, 130);
+    free(err);
+    outcome_free(&o);
+    metrics_free(metrics_of("locked"));
+}
+END_TEST
+
+/* A step that fails ends the run, and the parameters before it are kept. */
+START_TEST(failed_step_keeps_the_steps_before) {
+    char arguments[2048];
+    snprintf(arguments, sizeof arguments,
+             TINY RECALL
+             "--steps 1000 --set learning_rate=10 --set warmup_steps=1 --set max_grad_norm=0 "
+             "--set initializer_range=10 --set swiglu_limit=0 --set weight_decay=10 --out diverged");
+    outcome o = finish(start(arguments, 0));
+    expect_bad(o, arguments, 1, "not finite");
+    metrics *m = metrics_of("diverged");
+    ck_assert(exists(checkpoint("diverged", m->n)));
+    metrics_free(m);
+}
+END_TEST
+
+/* ---- damage ---- */
+
+static void flip(const char *path, off_t at) {
+    FILE *file = fopen(path, "r+b");
+    fseek(file, at, SEEK_SET);
+    int c = fgetc(file);
+    fseek(file, at, SEEK_SET);
+    fputc(c ^ 0x10, file);
+    fclose(file);
+}
+
+static void damage(const char *path, int kind) {
+    off_t bytes = size_of(path);
+    if (kind == 0) flip(path, bytes / 2);
+    if (kind == 1) ck_assert_int_eq(truncate(path, bytes - 100), 0);
+    if (kind == 2) ck_assert_int_eq(truncate(path, 0), 0);
+    if (kind == 3) flip(path, 3);
+}
+
+START_TEST(damaged_checkpoints) {
+    RUN(TINY TEXT "--steps 6 --set checkpoint_every=3 --set eval_every=0 --out whole");
+    RUN(TINY TEXT "--steps 8 --set checkpoint_every=3 --set eval_every=0 --out straight");
+    for (int kind = 0; kind < 4; kind++) {
+        SHELL("rm -rf damaged && cp -r whole damaged");
+        damage(checkpoint("damaged", 6), kind);
+        outcome o = finish(start("--steps 8 --resume --data text --out damaged", 0));
+        ck_assert_msg(o.code == 0 && is_one_line(o.err) && strstr(o.err, "checkpoint-00000006.safetensors") &&
+                          strstr(o.err, "step 3 is used"),
+                      "kind %d: exit code %d: %s", kind, o.code, o.err);
+        outcome_free(&o);
+        expect_same_metrics("damaged", "straight");
+        SHELL("rm -rf damaged && cp -r whole damaged");
+        damage(checkpoint("damaged", 6), kind);
+        damage(checkpoint("damaged", 3), kind);
+        char *before = state_of("damaged");
+        bad(2, "none of 2 checkpoints in damaged is whole", "--steps 8 --resume --data text --out damaged");
+        expect_unchanged("damaged", before);
+    }
+}
+END_TEST
+
+/* Damaged files of later steps must not count among the two that stay. */
+START_TEST(pruning_spares_whole_checkpoints) {
+    RUN(TINY TEXT "--steps 3 --out prune");
+    SHELL("cd prune; cp checkpoint-00000003.safetensors kept; for i in 1 2; do head -c 5000 kept "
+          ">checkpoint-0000009$i.safetensors; done; rm kept");
+    outcome o = finish(start("--steps 4 --resume --data text --out prune", 0));
+    ck_assert_int_eq(o.code, 0);
+    ck_assert(strstr(o.err, "checkpoint-00000091") && strstr(o.err, "checkpoint-00000092"));
+    outcome_free(&o);
+    ck_assert(exists(checkpoint("prune", 3)) && exists(checkpoint("prune", 4)));
+    ck_assert(!exists(checkpoint("prune", 91)) && !exists(checkpoint("prune", 92)));
+    RUN("--steps 5 --resume --data text --out prune");
+}
+END_TEST
+
+START_TEST(what_does_not_fit_is_refused) {
+    RUN(TINY TEXT "--steps 4 --set checkpoint_every=2 --out fit");
+    write_text("other_text", 77);
+    char *before = state_of("fit");
+    bad(2, "other data", "--steps 8 --resume --data other_text --out fit");
+    bad(2, "ffn.w1.weight", "--steps 8 --resume --data text --set intermediate_size=48 --out fit");
+    bad(2, "--data is for --task text", "--steps 8 --resume --data text --task recall --out fit");
+    bad(2, "holds a run already", TINY TEXT "--steps 4 --out fit");
+    expect_unchanged("fit", before);
+    bad(2, "nowhere/config.json", "--steps 8 --resume --out nowhere");
+    ck_assert(!exists(path_of("nowhere")));
+    SHELL("mkdir only_config && cp fit/config.json only_config");
+    bad(2, "no checkpoint in only_config", "--steps 8 --resume --data text --out only_config");
+    SHELL("cp -r fit half_config && head -c 100 fit/config.json >half_config/config.json");
+    bad(2, "half_config/config.json", "--steps 8 --resume --data text --out half_config");
+}
+END_TEST
+
+/* ---- disks ---- */
+
+START_TEST(folders_that_cannot_be) {
+    SHELL("echo x >file");
+    bad(2, "file", TINY RECALL "--steps 2 --out file");
+    bad(2, "file", TINY RECALL "--steps 2 --out file/run");
+    bad(2, "--out: a path of", TINY RECALL "--steps 2 --out %0600d", 1);
+    bad(2, "folder", TINY RECALL "--steps 2 --out ''");
+}
+END_TEST
+
+START_TEST(disk_full) {
+    RUN(TINY RECALL "--steps 4 --set checkpoint_every=2 --set eval_every=0 --out before_full");
+    RUN(TINY RECALL "--steps 30 --set eval_every=0 --out not_full");
+    off_t log = size_of(path_of("before_full/metrics.jsonl")), saved = size_of(checkpoint("before_full", 4));
+    struct {
+        rlim_t limit;
+        const char *arguments, *part;
+    } list[] = {
+        {(rlim_t)log + 1000, "--steps 30 --resume --set checkpoint_every=0 --out full", "full/metrics.jsonl"},
+        {(rlim_t)saved - 1, "--steps 6 --resume --out full", "full/checkpoint-00000006.safetensors"},
+        {100, "--steps 6 --resume --out full", "full/config.json"},
+    };
+    ck_assert_int_gt(saved, log + 4000); /* else the second one would not get as far as a checkpoint */
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        SHELL("rm -rf full && cp -r before_full full");
+        expect_bad(finish(start(list[i].arguments, list[i].limit)), list[i].arguments, 1, list[i].part);
+        metrics_free(metrics_of("full"));
+        expect_no_tmp("full");
+        SHELL("cmp before_full/checkpoint-00000004.safetensors full/checkpoint-00000004.safetensors");
+        SHELL("cmp before_full/checkpoint-00000002.safetensors full/checkpoint-00000002.safetensors");
+        RUN("--steps 30 --resume --set checkpoint_every=0 --out full");
+        expect_same_metrics("full", "not_full");
+    }
+    expect_bad(finish(start(TINY RECALL "--steps 2 --out full_at_once", 100)), "", 1,
+               "full_at_once/config.json");
+    RUN(TINY RECALL "--steps 2 --out full_at_once");
+}
+END_TEST
+
+/* ---- bad input leaves nothing behind ---- */
+
+START_TEST(bad_options) {
+    static const struct {
+        const char *arguments, *part;
+    } list[] = {
+        {"--steps 0x10", "--steps: steps must be"},
+        {"--steps 1e2", "--steps: steps must be"},
+        {"--steps 0", "--steps: steps must be"},
+        {"--seq -1", "--seq: seq_len must be"},
+        {"--set indexer_loss_coeff=nan", "indexer_loss_coeff must be a number"},
+        {"--set indexer_loss_coeff=inf", "indexer_loss_coeff must be a number"},
+        {"--set indexer_loss_coeff=-1", "indexer_loss_coeff must be a number"},
+        {"--set indexer_loss_coeff=false", "indexer_loss_coeff must be a number"},
+        {"--set indexer_loss_coeff='\"false\"'", "indexer_loss_coeff must be a number"},
+        {"--set indexer_loss_coeff=0x1p-3", "indexer_loss_coeff must be a number"},
+        {"--set indexer_loss_coeff=1e-3abc", "indexer_loss_coeff must be a number"},
+        {"--set indexer_loss_coeff=", "indexer_loss_coeff must be a number"},
+        {"--set index_topk=-1", "index_topk must be an integer"},
+        {"--set index_topk=3.5", "index_topk must be an integer"},
+        {"--set compress_ratios=0,3,128", "compress_ratios must be"},
+        {"--set compress_ratios=0,1,128", "compress_ratios must be"},
+        {"--set sliding_window=0", "sliding_window must be an integer"},
+        {"--set indexer_los_coeff=1", "did you mean indexer_loss_coeff?"},
+        {"--policy nonsense", "unknown policy \"nonsense\", expected save, recompute, stream"},
+        {"--policy recomput", "did you mean recompute?"},
+        {"--policy recompute=softmx", "did you mean softmax?"},
+        {"--policy softmax@layr1", "did you mean layer1?"},
+        {"--policy 'stream+;'", "policy is empty"},
+        {"--policy indexer_topk", "indexer_topk"},
+        {"--threads 0", "--threads must be an integer from 1"},
+        {"--threads 9999", "--threads must be an integer from 1"},
+        {"--task text --data missing", "missing"},
+        {"--task recall --data text", "--data is for --task text"},
+        {"--task text --data text --seq 100000", "text is too short"},
+        {"--teacher nobody", "--teacher: teacher must be one of"},
+        {"--config missing.json", "--config: "},
+        {"--resume", "bad/config.json"},
+        {"--indexer-warmup -1", "--indexer-warmup: indexer_warmup must be"},
+    };
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        bad(2, list[i].part, TINY "%s --out bad", list[i].arguments);
+        if (exists(path_of("bad"))) ck_abort_msg("train %s made its folder", list[i].arguments);
+    }
+    RUN(TINY RECALL "--steps 1 --set index_topk=0 --out no_topk"); /* means: window and sink alone */
+    metrics *m = metrics_of("no_topk");
+    ck_assert_double_eq(number(m->lines[0], "indexer_loss"), 0);
+    metrics_free(m);
+}
+END_TEST
+
+/* ---- memory ---- */
+
+START_TEST(plan_is_what_the_process_grows_by) {
+    if (SANITIZED) {
+        puts("plan_is_what_the_process_grows_by: skipped, as sanitizers take memory of their own");
+        return;
+    }
+    static const char *const policies[] = {"save", "recompute", "stream"};
+    double loss[3];
+    for (int p = 0; p < 3; p++) {
+        RUN(TEXT "--steps 1 --set eval_batches=1 --policy %s --out memory_%s", policies[p], policies[p]);
+        char dir[32];
+        snprintf(dir, sizeof dir, "memory_%s", policies[p]);
+        metrics *m = metrics_of(dir);
+        int64_t planned = integer(m->lines[0], "planned_peak_bytes");
+        ck_assert_int_eq(integer(m->lines[0], "measured_peak_bytes"), planned);
+        ck_assert_int_eq(integer(last_line(m), "planned_peak_bytes"), planned);
+        ck_assert_int_gt(planned, 100 << 20);
+        double growth = number(last_line(m), "process_growth_bytes") / (double)planned;
+        printf("policy %s: planned %lld bytes, the process grew by %.4f of that\n", policies[p],
+               (long long)planned, growth);
+        ck_assert_double_le(fabs(growth - 1), 0.03);
+        loss[p] = number(m->lines[0], "lm_loss");
+        ck_assert_double_le(fabs(loss[p] - loss[0]), 1e-6 * loss[0]);
+        metrics_free(m);
+    }
+}
+END_TEST
+
+int main(void) {
+    if (!mkdtemp(folder)) return EXIT_FAILURE;
+    const TTest *const tests[] = {write_inputs,
+                                  what_a_run_writes,
+                                  json_prints_the_log,
+                                  note_about_selection,
+                                  stop_and_resume,
+                                  stopped_by_signals,
+                                  killed,
+                                  one_run_per_folder,
+                                  failed_step_keeps_the_steps_before,
+                                  damaged_checkpoints,
+                                  pruning_spares_whole_checkpoints,
+                                  what_does_not_fit_is_refused,
+                                  folders_that_cannot_be,
+                                  disk_full,
+                                  bad_options,
+                                  plan_is_what_the_process_grows_by};
+    int failed = suite_run("tools_train", tests, (int)(sizeof tests / sizeof *tests));
+    char command[64];
+    snprintf(command, sizeof command, "rm -r %s", folder);
+    return system(command) ? EXIT_FAILURE : failed;
+}
