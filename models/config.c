@@ -187,7 +187,7 @@ cg_config cg_config_default(cg_task task) {
     config.seq_len = 256;
     config.learning_rate = 3e-3;
     config.indexer_warmup = 200;
-    config.steps = 600;
+    config.steps = 800;
     return config;
 }
 
