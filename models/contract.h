@@ -133,8 +133,8 @@ typedef struct cg_contract_row {
     const double *given_target;    /* [N] taken in place of the teacher's; NULL: computed */
 } cg_contract_row;
 
-/* target, log_predict, dscores [N]: 0 off the support. dscores is not scaled by coeff or divisor. kl [1]. All but target may be
- * NULL. scratch [H]. A row without support gives 0 everywhere. Allocates nothing. */
+/* target, log_predict, dscores [N]: 0 off the support. dscores is not scaled by coeff or divisor. kl [1]. All but
+ * target may be NULL. scratch [H]. A row without support gives 0 everywhere. Allocates nothing. */
 void cg_contract_row_eval(const cg_contract *contract, const cg_contract_row *row, double *target,
                           double *log_predict, double *dscores, double *kl, double *scratch);
 

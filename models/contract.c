@@ -1,0 +1,393 @@
+#include "models/contract.h"
+
+#include <float.h>
+#include <math.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "core/suggest.h"
+
+/* ---- names ---- */
+
+const char *const cg_axis_names[CG_AXES + 1] = {"teacher",   "support", "kl",    "normalise",
+                                                "reduction", "scores",  "heads", NULL};
+
+static const char *const teachers[] = {"full", "sink", "compressed", "window", NULL};
+static const char *const supports[] = {"sparse", "dense", NULL};
+static const char *const kls[] = {"exact", "target-floor", "eps", "clamp-tiny", "eps-value-exact-grad", NULL};
+static const char *const normalises[] = {"exact", "floor-1e-10", "floor-tiny", NULL};
+static const char *const reductions[] = {"mean-real",  "mean-physical", "sum", "mean-visible",
+                                         "mean-twice", "mean-of-means", NULL};
+static const char *const scores_forms[] = {"relu", "linear", NULL};
+static const char *const head_sets[] = {
+    "all", "first-half", "second-half", "local-normalised-2", "local-normalised-4", NULL};
+
+static const char *const *const value_names[CG_AXES] = {teachers,   supports,     kls,      normalises,
+                                                        reductions, scores_forms, head_sets};
+
+static const struct {
+    const char *name, *says;
+} faults[CG_FAULTS] = {
+    {"dense-over-sparse-lse", "the dense numerators stand over a denominator of the selected keys alone"},
+    {"teacher-f32-underflow",
+     "exp(logit - lse) is formed in float32 before it is normalised, and small masses are lost"},
+    {"padding-in-loss", "padding rows add their loss"},
+    {"loss-twice", "the loss is recorded twice"},
+    {"coeff-missing", "loss_coeff is not applied"},
+    {"coeff-twice", "loss_coeff is applied twice"},
+    {"predict-minus-target", "the score gradient is predict - target although the target does not sum to 1"},
+    {"gradient-sign", "the gradients have the opposite sign"},
+    {"gradient-zero", "no gradient reaches the indexer"},
+    {"relu-leak", "gradient passes index heads whose ReLU is 0"},
+};
+
+cg_contract cg_contract_default(void) { return (cg_contract){0}; }
+
+const char *const *cg_axis_values(cg_axis axis) { return value_names[axis]; }
+
+int cg_axis_count(cg_axis axis) {
+    int n = 0;
+    while (value_names[axis][n]) n++;
+    return n;
+}
+
+bool cg_axis_value_is_fault(cg_axis axis, int value) {
+    switch (axis) {
+    case CG_AXIS_TEACHER:
+        return value == CG_TEACHER_IS_WINDOW;
+    case CG_AXIS_REDUCTION:
+        return value >= CG_REDUCTION_IS_MEAN_VISIBLE;
+    case CG_AXIS_HEADS:
+        return value != CG_HEADS_ARE_ALL;
+    default:
+        return false;
+    }
+}
+
+const char *cg_fault_name(int i) { return faults[i].name; }
+const char *cg_fault_says(int i) { return faults[i].says; }
+
+/* Place of a word of `length` letters among n names, or -1 with a sentence. */
+static int find(const char *what, const char *word, size_t length, const char *const *names, int n,
+                cg_error *error) {
+    char copy[128];
+    for (int i = 0; i < n; i++)
+        if (strlen(names[i]) == length && !memcmp(names[i], word, length)) return i;
+    snprintf(copy, sizeof copy, "%.*s", (int)(length < 100 ? length : 100), word);
+    const char *near = cg_suggest(copy, names, n);
+    char all[256] = "";
+    for (int i = 0; i < n && !near; i++)
+        snprintf(all + strlen(all), sizeof all - strlen(all), "%s%s", i ? ", " : ", use one of ", names[i]);
+    cg_fail(error, CG_BAD_INPUT, "contract: unknown %s \"%s\"%s%s%s", what, copy,
+            near ? ", did you mean " : all, near ? near : "", near ? "?" : "");
+    return -1;
+}
+
+bool cg_contract_parse(const char *text, cg_contract *contract, cg_error *error) {
+    const char *keys[CG_AXES + 1], *fault_names[CG_FAULTS];
+    unsigned given = 0;
+    for (int a = 0; a < CG_AXES; a++) keys[a] = cg_axis_names[a];
+    keys[CG_AXES] = "fault";
+    for (int f = 0; f < CG_FAULTS; f++) fault_names[f] = faults[f].name;
+    *contract = cg_contract_default();
+    while (*text) {
+        const size_t length = strcspn(text, ","), key_length = strcspn(text, "=,");
+        if (key_length == length)
+            return cg_fail(error, CG_BAD_INPUT, "contract: expected axis=value, got \"%.*s\"",
+                           (int)(length < 100 ? length : 100), text);
+        const int key = find("axis", text, key_length, keys, CG_AXES + 1, error);
+        if (key < 0) return false;
+        const char *word = text + key_length + 1;
+        const size_t word_length = length - key_length - 1;
+        if (key == CG_AXES) {
+            const int fault = find("fault", word, word_length, fault_names, CG_FAULTS, error);
+            if (fault < 0) return false;
+            contract->faults |= 1u << fault;
+        } else {
+            if (given & (1u << key))
+                return cg_fail(error, CG_BAD_INPUT, "contract: %s is given twice", keys[key]);
+            given |= 1u << key;
+            contract->value[key] =
+                find(keys[key], word, word_length, value_names[key], cg_axis_count((cg_axis)key), error);
+            if (contract->value[key] < 0) return false;
+        }
+        text += length;
+        if (*text == ',' && !*++text)
+            return cg_fail(error, CG_BAD_INPUT, "contract: nothing stands after the last comma");
+    }
+    return true;
+}
+
+const char *cg_contract_text(const cg_contract *contract, char *text, size_t text_bytes) {
+    size_t at = 0;
+    for (int a = 0; a < CG_AXES && at < text_bytes; a++)
+        at += (size_t)snprintf(text + at, text_bytes - at, "%s%s=%s", a ? "," : "", cg_axis_names[a],
+                               value_names[a][contract->value[a]]);
+    for (int f = 0; f < CG_FAULTS && at < text_bytes; f++)
+        if (contract->faults & (1u << f))
+            at += (size_t)snprintf(text + at, text_bytes - at, ",fault=%s", faults[f].name);
+    return text;
+}
+
+/* ---- the teacher of one row ---- */
+
+static double log_add(double a, double b) {
+    const double max = a > b ? a : b;
+    return max == -INFINITY ? max : max + log(exp(a - max) + exp(b - max));
+}
+
+/* Log of what stands beside the compressed keys in the denominator of head h. */
+static double beside(const cg_contract *c, const cg_contract_row *row, int64_t h) {
+    const double window = row->window_lse ? row->window_lse[h] : -INFINITY;
+    const double sink = row->sink ? row->sink[h] : -INFINITY;
+    switch (c->value[CG_AXIS_TEACHER]) {
+    case CG_TEACHER_IS_FULL:
+        return log_add(window, sink);
+    case CG_TEACHER_IS_SINK:
+        return sink;
+    case CG_TEACHER_IS_WINDOW:
+        return window;
+    default:
+        return -INFINITY;
+    }
+}
+
+static bool selected(const cg_contract_row *row, int64_t j) { return !row->selected || row->selected[j]; }
+
+static bool in_support(const cg_contract *c, const cg_contract_row *row, int64_t j) {
+    return c->value[CG_AXIS_SUPPORT] == CG_SUPPORT_IS_DENSE || selected(row, j);
+}
+
+static double log_floor(const cg_contract *c) {
+    switch (c->value[CG_AXIS_NORMALISE]) {
+    case CG_NORMALISE_IS_FLOOR_1E_10:
+        return log(1e-10);
+    case CG_NORMALISE_IS_FLOOR_TINY:
+        return log((double)FLT_MIN);
+    default:
+        return -INFINITY;
+    }
+}
+
+/* target += share * the normalised sum over the heads from first to before last. The masses are added below the
+ * largest one: 1e-80 beside the window is exact. scratch: log Z of each head. */
+static void add_heads(const cg_contract *c, const cg_contract_row *row, int64_t first, int64_t last,
+                      double share, double *target, double *scratch) {
+    const bool over_selected = (c->faults & CG_FAULT_DENSE_OVER_SPARSE_LSE) != 0;
+    const int64_t n = row->n_keys;
+    double top = -INFINITY, total = 0;
+    for (int64_t h = first; h < last; h++) {
+        const double *logits = row->logits + h * n, other = beside(c, row, h);
+        double max = other, largest = -INFINITY, sum = 0;
+        for (int64_t j = 0; j < n; j++) {
+            if (in_support(c, row, j) && !(logits[j] <= largest)) largest = logits[j];
+            if ((over_selected ? selected(row, j) : in_support(c, row, j)) && logits[j] > max) max = logits[j];
+        }
+        if (max != -INFINITY) sum = exp(other - max);
+        for (int64_t j = 0; j < n; j++)
+            if (over_selected ? selected(row, j) : in_support(c, row, j)) sum += exp(logits[j] - max);
+        scratch[h] = max + log(sum);
+        if (!(largest - scratch[h] <= top)) top = largest - scratch[h];
+    }
+    if (c->faults & CG_FAULT_TEACHER_UNDERFLOW) { /* the same in float, without the shift by `top` */
+        const float least = (float)exp(log_floor(c));
+        float sum = 0;
+        for (int pass = 0; pass < 2; pass++)
+            for (int64_t j = 0; j < n; j++) {
+                float mass = 0;
+                if (!in_support(c, row, j)) continue;
+                for (int64_t h = first; h < last; h++)
+                    mass += expf((float)row->logits[h * n + j] - (float)scratch[h]);
+                if (pass == 0)
+                    sum += mass;
+                else
+                    target[j] += share * (double)(mass / (sum < least ? least : sum));
+            }
+        return;
+    }
+    for (int pass = 0; pass < 2; pass++) {
+        /* divided by sum, or by the floor where the whole mass lies below it */
+        const double least = log_floor(c);
+        const double factor = pass == 0 ? 0 : top + log(total) < least ? exp(top - least) : 1 / total;
+        for (int64_t j = 0; j < n; j++) {
+            double mass = 0;
+            if (!in_support(c, row, j)) continue;
+            for (int64_t h = first; h < last; h++) mass += exp(row->logits[h * n + j] - scratch[h] - top);
+            if (pass == 0)
+                total += mass;
+            else
+                target[j] += share * mass * factor;
+        }
+    }
+}
+
+static void teacher(const cg_contract *c, const cg_contract_row *row, double *target, double *scratch) {
+    const int64_t n_heads = row->n_heads, half = (n_heads + 1) / 2;
+    const int heads = c->value[CG_AXIS_HEADS];
+    memset(target, 0, (size_t)row->n_keys * sizeof *target);
+    if (heads == CG_HEADS_ARE_FIRST_HALF) {
+        add_heads(c, row, 0, half, 1, target, scratch);
+    } else if (heads == CG_HEADS_ARE_SECOND_HALF) {
+        add_heads(c, row, half < n_heads ? half : 0, n_heads, 1, target, scratch);
+    } else if (heads == CG_HEADS_ARE_ALL) {
+        add_heads(c, row, 0, n_heads, 1, target, scratch);
+    } else {
+        int64_t groups = heads == CG_HEADS_ARE_LOCAL_NORMALISED_2 ? 2 : 4;
+        if (groups > n_heads) groups = n_heads;
+        for (int64_t g = 0; g < groups; g++)
+            add_heads(c, row, n_heads * g / groups, n_heads * (g + 1) / groups, 1 / (double)groups, target,
+                      scratch);
+    }
+}
+
+/* ---- one row ---- */
+
+/* log_p [N]: log softmax over the support, 0 elsewhere. False: the support is empty. */
+static bool predict(const cg_contract *c, const cg_contract_row *row, const double *scores, double *log_p) {
+    double max = -INFINITY, sum = 0;
+    bool some = false;
+    for (int64_t j = 0; j < row->n_keys; j++) {
+        if (!in_support(c, row, j)) continue;
+        some = true;
+        if (!(scores[j] <= max)) max = scores[j];
+    }
+    for (int64_t j = 0; j < row->n_keys; j++)
+        if (in_support(c, row, j)) sum += exp(scores[j] - max);
+    const double log_sum = log(sum);
+    for (int64_t j = 0; j < row->n_keys; j++) log_p[j] = in_support(c, row, j) ? scores[j] - max - log_sum : 0;
+    return some;
+}
+
+static const double floor_of_logs = 1e-10;
+
+/* target * (log target - log predict) of one key. */
+static double kl_term(int kl, double target, double log_p) {
+    if (target == 0) return 0;
+    switch (kl) {
+    case CG_KL_IS_TARGET_FLOOR:
+        return target * (log(target < floor_of_logs ? floor_of_logs : target) - log_p);
+    case CG_KL_IS_EPS:
+    case CG_KL_IS_EPS_VALUE_EXACT_GRAD:
+        return target * (log(target + floor_of_logs) - log(exp(log_p) + floor_of_logs));
+    case CG_KL_IS_CLAMP_TINY: {
+        const double log_tiny = log((double)FLT_MIN);
+        return target * (log(target < (double)FLT_MIN ? (double)FLT_MIN : target) -
+                         (log_p < log_tiny ? log_tiny : log_p));
+    }
+    default:
+        return target * (log(target) - log_p);
+    }
+}
+
+/* The share of d kl / d log p[j] that the clamp or epsilon leaves: -target[j] * share. */
+static double share_of_log(int kl, double log_p) {
+    if (kl == CG_KL_IS_EPS) { /* p / (p + eps) */
+        const double p = exp(log_p);
+        return p / (p + floor_of_logs);
+    }
+    if (kl == CG_KL_IS_CLAMP_TINY) return log_p < log((double)FLT_MIN) ? 0 : 1;
+    return 1;
+}
+
+void cg_contract_row_eval(const cg_contract *c, const cg_contract_row *row, double *target, double *log_predict,
+                          double *dscores, double *kl, double *scratch) {
+    const int64_t n = row->n_keys;
+    const bool linear = c->value[CG_AXIS_SCORES] == CG_SCORES_ARE_LINEAR && row->linear_scores;
+    const double *scores = linear ? row->linear_scores : row->scores;
+    const int form = c->value[CG_AXIS_KL];
+    if (kl) *kl = 0;
+    if (row->given_target)
+        for (int64_t j = 0; j < n; j++) target[j] = in_support(c, row, j) ? row->given_target[j] : 0;
+    else
+        teacher(c, row, target, scratch);
+    if (!log_predict && !dscores && !kl) return;
+
+    /* log p lives in whichever output there is; without one it is formed key by key */
+    double *log_p = log_predict ? log_predict : dscores, log_sum = 0, max = -INFINITY;
+    if (log_p) {
+        if (!predict(c, row, scores, log_p)) {
+            if (dscores) memset(dscores, 0, (size_t)n * sizeof *dscores);
+            return;
+        }
+    } else {
+        for (int64_t j = 0; j < n; j++)
+            if (in_support(c, row, j) && !(scores[j] <= max)) max = scores[j];
+        for (int64_t j = 0; j < n; j++)
+            if (in_support(c, row, j)) log_sum += exp(scores[j] - max);
+        log_sum = log(log_sum);
+    }
+
+    double mass = 0;
+    for (int64_t j = 0; j < n; j++) {
+        if (!in_support(c, row, j)) continue;
+        const double lp = log_p ? log_p[j] : scores[j] - max - log_sum;
+        if (kl) *kl += kl_term(form, target[j], lp);
+        mass += target[j] * share_of_log(form, lp);
+    }
+    if (!dscores) return;
+    if (c->faults & CG_FAULT_PREDICT_MINUS_TARGET) mass = 1;
+    for (int64_t j = 0; j < n; j++) {
+        const double lp = log_p[j];
+        dscores[j] = in_support(c, row, j) ? exp(lp) * mass - target[j] * share_of_log(form, lp) : 0;
+    }
+}
+
+/* ---- from rows to the loss ---- */
+
+static double at_least_one(int64_t n) { return n < 1 ? 1 : (double)n; }
+
+static double factor(const cg_contract *c, const cg_contract_counts *counts, double coeff,
+                     int64_t segment_real) {
+    if (c->faults & CG_FAULT_COEFF_MISSING) coeff = 1;
+    if (c->faults & CG_FAULT_COEFF_TWICE) coeff *= coeff;
+    switch (c->value[CG_AXIS_REDUCTION]) {
+    case CG_REDUCTION_IS_MEAN_REAL:
+        return coeff / at_least_one(counts->real);
+    case CG_REDUCTION_IS_MEAN_PHYSICAL:
+        return coeff / at_least_one(counts->physical);
+    case CG_REDUCTION_IS_MEAN_VISIBLE:
+        return coeff / at_least_one(counts->visible);
+    case CG_REDUCTION_IS_MEAN_TWICE:
+        return coeff / at_least_one(counts->real) / at_least_one(counts->physical);
+    case CG_REDUCTION_IS_MEAN_OF_MEANS:
+        return coeff / at_least_one(counts->segments) / at_least_one(segment_real);
+    default:
+        return coeff;
+    }
+}
+
+double cg_contract_value_factor(const cg_contract *c, const cg_contract_counts *counts, double coeff,
+                                int64_t segment_real) {
+    return factor(c, counts, coeff, segment_real) * (c->faults & CG_FAULT_LOSS_TWICE ? 2 : 1);
+}
+
+double cg_contract_grad_factor(const cg_contract *c, const cg_contract_counts *counts, double coeff,
+                               int64_t segment_real) {
+    if (c->faults & CG_FAULT_GRADIENT_ZERO) return 0;
+    return factor(c, counts, coeff, segment_real) * (c->faults & CG_FAULT_GRADIENT_SIGN ? -1 : 1);
+}
+
+void cg_contract_index_grad(const cg_contract *c, const cg_contract_index *index, const double *dscores,
+                            double *dw, double *dq, double *dk) {
+    const bool linear = c->value[CG_AXIS_SCORES] == CG_SCORES_ARE_LINEAR;
+    const bool leak = linear || (c->faults & CG_FAULT_RELU_LEAK);
+    const int64_t d = index->head_dim, n = index->n_keys;
+    for (int64_t h = 0; h < index->n_heads; h++) {
+        const double *dots = index->dots + h * n, *q = index->q + h * d;
+        double sum = 0;
+        if (dq) memset(dq + h * d, 0, (size_t)d * sizeof *dq);
+        for (int64_t j = 0; j < n; j++) {
+            if (dscores[j] == 0) continue;
+            const int64_t row = index->keys ? index->keys[j] : j;
+            const double ddot = index->w[h] * dscores[j];
+            if (linear || dots[j] > 0) sum += dots[j] * dscores[j];
+            if (!leak && !(dots[j] > 0)) continue;
+            if (dq)
+                for (int64_t i = 0; i < d; i++) dq[h * d + i] += ddot * index->k[row * d + i];
+            if (dk)
+                for (int64_t i = 0; i < d; i++) dk[row * d + i] += ddot * q[i];
+        }
+        if (dw) dw[h] = sum;
+    }
+}
