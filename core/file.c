@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -92,6 +93,44 @@ bool cg_file_read(const char *path, size_t max_bytes, char **data, size_t *bytes
         ok = read_all(fd, path, (size_t)status.st_size, max_bytes, data, bytes, error);
     close(fd);
     return ok;
+}
+
+bool cg_file_map(const char *path, void **map, size_t *bytes, cg_error *error) {
+    *map = NULL;
+    *bytes = 0;
+    /* O_NONBLOCK: opening a pipe must not wait for a writer. */
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    if (fd < 0) return cg_fail(error, CG_BAD_INPUT, "cannot be opened: %s", strerror(errno));
+    struct stat status;
+    bool ok = true;
+    if (fstat(fd, &status) != 0)
+        ok = cg_fail(error, CG_FAILED, "cannot be read: %s", strerror(errno));
+    else if (!S_ISREG(status.st_mode))
+        ok = cg_fail(error, CG_BAD_INPUT, "is %s, not a file",
+                     S_ISDIR(status.st_mode) ? "a folder" : "a device or pipe");
+    else if (status.st_size > 0) {
+        void *start = mmap(NULL, (size_t)status.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+        ok = start != MAP_FAILED ||
+             cg_fail(error, CG_FAILED, "cannot be mapped into memory: %s", strerror(errno));
+        if (ok) {
+            *map = start;
+            *bytes = (size_t)status.st_size;
+        }
+    }
+    close(fd);
+    return ok;
+}
+
+void cg_file_unmap(void *map, size_t bytes) {
+    if (map) munmap(map, bytes);
+}
+
+bool cg_file_fail(cg_error *error, const cg_error *inner, const char *path) {
+    enum { SHOWN = 160 };
+    size_t length = strlen(path);
+    bool clip = length > SHOWN;
+    return cg_fail(error, inner->code, "%s%s: %s", clip ? "..." : "", clip ? path + length - SHOWN : path,
+                   inner->text);
 }
 
 struct cg_file_writer {

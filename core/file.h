@@ -13,6 +13,15 @@
 /* Read a whole regular file into malloc'd memory with one 0 byte behind it. Refuses more than max_bytes. */
 bool cg_file_read(const char *path, size_t max_bytes, char **data, size_t *bytes, cg_error *error);
 
+/* Map a whole regular file into read-only memory; an empty file gives NULL and 0 bytes. The sentence comes
+ * without the path, for cg_file_fail. */
+bool cg_file_map(const char *path, void **map, size_t *bytes, cg_error *error);
+void cg_file_unmap(void *map, size_t bytes); /* NULL is fine */
+
+/* Hand on a sentence with "PATH: " before it, into an error that may hold an older one; returns false. Only the
+ * end of a very long path is shown. */
+bool cg_file_fail(cg_error *error, const cg_error *inner, const char *path);
+
 /* A file that appears whole or not at all: written beside its place as PATH.tmp, then fsync, rename and
  * fsync of the folder. Until commit, and when anything fails, an older PATH stays as it was; only when the
  * last of these steps fails is the new file there, not yet safe from a power cut, and the failure says so.

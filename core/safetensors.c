@@ -1,17 +1,13 @@
 #include "core/safetensors.h"
 
-#include <errno.h>
-#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <jansson.h>
 
 #include "core/file.h"
+#include "core/shown.h"
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the data of a file is used as it is stored");
 
@@ -34,31 +30,8 @@ struct cg_safetensors {
     cg_named_tensor *tensors;
 };
 
-/* A word of the file as it may stand in a sentence: on one line, and not so long that it hides the rest. */
-typedef struct shown_word {
-    char text[4 * 80 + 4];
-} shown_word;
-
-static shown_word shown(const char *word) {
-    shown_word s;
-    size_t n = 0;
-    for (const unsigned char *c = (const unsigned char *)word; *c; c++) {
-        bool starts_letter = (*c & 0xc0) != 0x80; /* never cut inside a UTF-8 letter */
-        if (starts_letter && c - (const unsigned char *)word >= 76) {
-            snprintf(s.text + n, sizeof s.text - n, "...");
-            return s;
-        }
-        if (*c < 0x20 || *c == 0x7f)
-            n += (size_t)sprintf(s.text + n, "\\x%02x", *c);
-        else
-            s.text[n++] = (char)*c;
-    }
-    s.text[n] = 0;
-    return s;
-}
-
-static shown_word shown_value(const json_t *value) {
-    shown_word s;
+static cg_shown_word shown_value(const json_t *value) {
+    cg_shown_word s;
     switch (json_typeof(value)) {
     case JSON_INTEGER:
         snprintf(s.text, sizeof s.text, "%lld", (long long)json_integer_value(value));
@@ -108,10 +81,10 @@ static bool fail_repeated(const char *json, size_t stop, cg_error *error) {
     const char *key_text = key_word ? json_string_value(key_word) : "?";
     const char *owner_text = owner_word ? json_string_value(owner_word) : "?";
     if (depth <= 1)
-        cg_fail(error, CG_BAD_INPUT, "the name '%s' is repeated", shown(key_text).text);
+        cg_fail(error, CG_BAD_INPUT, "the name '%s' is repeated", cg_shown(key_text).text);
     else
-        cg_fail(error, CG_BAD_INPUT, "in '%s' the key '%s' is repeated", shown(owner_text).text,
-                shown(key_text).text);
+        cg_fail(error, CG_BAD_INPUT, "in '%s' the key '%s' is repeated", cg_shown(owner_text).text,
+                cg_shown(key_text).text);
     json_decref(key_word);
     json_decref(owner_word);
     return false;
@@ -140,7 +113,7 @@ static json_t *parse_header(const char *json, size_t bytes, cg_error *error) {
         break;
     default:
         cg_fail(error, CG_BAD_INPUT, "the header is not valid JSON at its byte %d: %s", problem.position,
-                shown(problem.text).text);
+                cg_shown(problem.text).text);
     }
     return NULL;
 }
@@ -153,7 +126,8 @@ static bool check_metadata(const json_t *metadata, cg_error *error) {
          at = json_object_iter_next((json_t *)metadata, at))
         if (!json_is_string(json_object_iter_value(at)))
             return cg_fail(error, CG_BAD_INPUT, METADATA ": '%s' must be a string, got %s",
-                           shown(json_object_iter_key(at)).text, shown_value(json_object_iter_value(at)).text);
+                           cg_shown(json_object_iter_key(at)).text,
+                           shown_value(json_object_iter_value(at)).text);
     return true;
 }
 
@@ -186,7 +160,7 @@ static bool read_dtype(const json_t *word, cg_dtype *dtype, cg_error *error) {
             return true;
         }
     return cg_fail(error, CG_BAD_INPUT, "dtype '%s' is not supported, these are: " SUPPORTED,
-                   shown(json_string_value(word)).text);
+                   cg_shown(json_string_value(word)).text);
 }
 
 /* One entry of the header. Every claim is held against the size of the file before it becomes an address. */
@@ -204,7 +178,7 @@ static bool read_entry(const json_t *entry, char *data, int64_t data_bytes, cg_t
         const json_t *value = json_object_iter_value(at);
         if (value != values[0] && value != values[1] && value != values[2])
             return cg_fail(error, CG_BAD_INPUT, "unknown key '%s', expected dtype, shape and data_offsets",
-                           shown(json_object_iter_key(at)).text);
+                           cg_shown(json_object_iter_key(at)).text);
     }
 
     int n_offsets;
@@ -263,11 +237,12 @@ static bool check_places(const cg_safetensors *file, const char *data, int64_t d
         if (begin < last_end) /* so i > 0 */
             return cg_fail(error, CG_BAD_INPUT,
                            "tensors '%s' and '%s' overlap: the second begins at %lld, the first ends at %lld",
-                           shown(t[-1].name).text, shown(t->name).text, (long long)begin, (long long)last_end);
+                           cg_shown(t[-1].name).text, cg_shown(t->name).text, (long long)begin,
+                           (long long)last_end);
         if (begin > last_end)
             return cg_fail(error, CG_BAD_INPUT,
                            "tensor '%s': it begins at %lld, which leaves a hole of %lld bytes before it",
-                           shown(t->name).text, (long long)begin, (long long)(begin - last_end));
+                           cg_shown(t->name).text, (long long)begin, (long long)(begin - last_end));
         last_end = begin + tensor_bytes(t);
     }
     if (last_end != data_bytes)
@@ -277,36 +252,12 @@ static bool check_places(const cg_safetensors *file, const char *data, int64_t d
     return true;
 }
 
-static bool map_file(cg_safetensors *file, const char *path, cg_error *error) {
-    /* O_NONBLOCK: opening a pipe must not wait for a writer. */
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
-    if (fd < 0) return cg_fail(error, CG_BAD_INPUT, "cannot be opened: %s", strerror(errno));
-    struct stat status;
-    bool ok = false;
-    if (fstat(fd, &status) != 0)
-        cg_fail(error, CG_FAILED, "cannot be read: %s", strerror(errno));
-    else if (!S_ISREG(status.st_mode))
-        cg_fail(error, CG_BAD_INPUT, "is %s, not a file",
-                S_ISDIR(status.st_mode) ? "a folder" : "a device or pipe");
-    else if (status.st_size < LENGTH_BYTES)
-        cg_fail(error, CG_BAD_INPUT, "has %lld bytes, a safetensors file begins with %d bytes of header length",
-                (long long)status.st_size, LENGTH_BYTES);
-    else {
-        void *map = mmap(NULL, (size_t)status.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
-        ok = map != MAP_FAILED;
-        if (ok) {
-            file->map = map;
-            file->map_bytes = (size_t)status.st_size;
-        } else {
-            cg_fail(error, CG_FAILED, "cannot be mapped into memory: %s", strerror(errno));
-        }
-    }
-    close(fd);
-    return ok;
-}
-
 static bool open_file(cg_safetensors *file, const char *path, cg_error *error) {
-    if (!map_file(file, path, error)) return false;
+    if (!cg_file_map(path, &file->map, &file->map_bytes, error)) return false;
+    if (file->map_bytes < LENGTH_BYTES)
+        return cg_fail(error, CG_BAD_INPUT,
+                       "has %zu bytes, a safetensors file begins with %d bytes of header length",
+                       file->map_bytes, LENGTH_BYTES);
 
     char *start = file->map;
     uint64_t header_bytes;
@@ -335,7 +286,7 @@ static bool open_file(cg_safetensors *file, const char *path, cg_error *error) {
         cg_named_tensor *t = &file->tensors[file->n_tensors++];
         t->name = json_object_iter_key(at);
         if (!read_entry(entry, data, data_bytes, &t->tensor, error)) {
-            cg_error_at(error, "tensor '%s'", shown(t->name).text);
+            cg_error_at(error, "tensor '%s'", cg_shown(t->name).text);
             return false;
         }
     }
@@ -343,28 +294,19 @@ static bool open_file(cg_safetensors *file, const char *path, cg_error *error) {
     return check_places(file, data, data_bytes, error);
 }
 
-/* Hand on a sentence with the file before it. Only the end of a very long path is shown. */
-static bool fail_at_path(cg_error *error, const cg_error *inner, const char *path) {
-    enum { SHOWN = 160 };
-    size_t length = strlen(path);
-    bool clip = length > SHOWN;
-    return cg_fail(error, inner->code, "%s%s: %s", clip ? "..." : "", clip ? path + length - SHOWN : path,
-                   inner->text);
-}
-
 cg_safetensors *cg_safetensors_open(const char *path, cg_error *error) {
     cg_error inner = {0}; /* of its own, so that an older error of the caller gets no second place in front */
     cg_safetensors *file = calloc(1, sizeof *file);
     if (!file) cg_fail(&inner, CG_FAILED, "no memory to open it");
     if (file && open_file(file, path, &inner)) return file;
-    fail_at_path(error, &inner, path);
+    cg_file_fail(error, &inner, path);
     cg_safetensors_close(file);
     return NULL;
 }
 
 void cg_safetensors_close(cg_safetensors *file) {
     if (!file) return;
-    if (file->map) munmap(file->map, file->map_bytes);
+    cg_file_unmap(file->map, file->map_bytes);
     json_decref(file->header);
     free(file->tensors);
     free(file);
@@ -382,6 +324,14 @@ const cg_tensor *cg_safetensors_find(const cg_safetensors *file, const char *nam
 
 const char *cg_safetensors_metadata(const cg_safetensors *file, const char *key) {
     return json_string_value(json_object_get(file->metadata, key));
+}
+
+bool cg_safetensors_metadata_next(const cg_safetensors *file, void **at, const char **key, const char **value) {
+    *at = *at ? json_object_iter_next(file->metadata, *at) : json_object_iter(file->metadata);
+    if (!*at) return false;
+    *key = json_object_iter_key(*at);
+    *value = json_string_value(json_object_iter_value(*at));
+    return true;
 }
 
 static bool check_writable(const cg_named_tensor *t, cg_error *error) {
@@ -407,19 +357,19 @@ static bool check_writable(const cg_named_tensor *t, cg_error *error) {
 static bool add_member(json_t *object, const char *key, json_t *value, const char *what, cg_error *error) {
     if (json_object_get(object, key)) {
         json_decref(value);
-        return cg_fail(error, CG_BAD_INPUT, "the %s '%s' is repeated", what, shown(key).text);
+        return cg_fail(error, CG_BAD_INPUT, "the %s '%s' is repeated", what, cg_shown(key).text);
     }
     /* NULL as value fails here as well; UTF-8 is the only thing in it that can be wrong */
     if (json_object_set_new(object, key, value) == 0) return true;
     return cg_fail(error, CG_BAD_INPUT, "the %s '%s' cannot be written as JSON: not UTF-8, or no memory", what,
-                   shown(key).text);
+                   cg_shown(key).text);
 }
 
 static bool add_tensor(json_t *header, const cg_named_tensor *t, int64_t *offset, cg_error *error) {
     int64_t end;
     if (__builtin_add_overflow(*offset, tensor_bytes(t), &end))
         return cg_fail(error, CG_BAD_INPUT, "tensor '%s': the bytes up to its end do not fit 64 bits",
-                       shown(t->name).text);
+                       cg_shown(t->name).text);
     json_t *dims = json_array();
     for (int i = 0; i < t->tensor.shape.n_dims; i++)
         json_array_append_new(dims, json_integer(t->tensor.shape.dims[i]));
@@ -448,7 +398,7 @@ static json_t *build_header(const cg_named_tensor *tensors, int n_tensors, const
         if (strcmp(tensors[i].name, METADATA) == 0)
             ok = cg_fail(error, CG_BAD_INPUT, "a tensor cannot have the name '" METADATA "'");
         else if (!(ok = check_writable(&tensors[i], error)))
-            cg_error_at(error, "tensor '%s'", shown(tensors[i].name).text);
+            cg_error_at(error, "tensor '%s'", cg_shown(tensors[i].name).text);
     }
     int64_t offset = 0;
     for (int pass = 0; ok && pass < N_ELEMENT_SIZES; pass++)
@@ -485,7 +435,7 @@ bool cg_safetensors_write(const char *path, const cg_named_tensor *tensors, int 
     json_t *header = build_header(tensors, n_tensors, metadata, n_metadata, &inner);
     char *head = header ? encode_header(header, &head_bytes, &inner) : NULL;
     json_decref(header);
-    if (!head) return fail_at_path(error, &inner, path);
+    if (!head) return cg_file_fail(error, &inner, path);
 
     cg_file_writer *writer = cg_file_begin(path, error);
     bool ok = writer && cg_file_write(writer, head, head_bytes, error);

@@ -31,6 +31,9 @@ const cg_named_tensor *cg_safetensors_at(const cg_safetensors *file, int i);    
 const cg_tensor *cg_safetensors_find(const cg_safetensors *file, const char *name); /* NULL: absent */
 const char *cg_safetensors_metadata(const cg_safetensors *file, const char *key);   /* NULL: absent */
 
+/* One pair of metadata after the other: start with *at = NULL; false behind the last. */
+bool cg_safetensors_metadata_next(const cg_safetensors *file, void **at, const char **key, const char **value);
+
 /* Write a file atomically. `metadata` is n_metadata pairs of key and value. Data starts on a multiple of 8
  * bytes; larger elements come first, so every tensor is aligned. Equal arguments give equal bytes. Refuses
  * what the reader would refuse, before the file is touched. */

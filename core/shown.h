@@ -1,0 +1,18 @@
+/* A word of a file as it may stand in a sentence. */
+#ifndef CG_CORE_SHOWN_H
+#define CG_CORE_SHOWN_H
+
+#include <stddef.h>
+
+typedef struct cg_shown_word {
+    char text[4 * 80 + 4];
+} cg_shown_word;
+
+/* On one line (control characters as \x1b), and cut behind about 76 bytes with "...", never inside a UTF-8
+ * letter, so that it does not hide the rest of the sentence. */
+cg_shown_word cg_shown(const char *word);
+
+/* The same for bytes that no 0 ends. A 0 among them shows as \x00. */
+cg_shown_word cg_shown_bytes(const char *word, size_t bytes);
+
+#endif
