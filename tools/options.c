@@ -201,6 +201,7 @@ static bool check_words(const struct argp *argp, int argc, char **argv, cg_error
     for (int i = 0; i < 3; i++) list[n++] = &built_in[i];
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "-?") || !strcmp(argv[i], "-V")) continue;
+        if (argv[i][0] != '-' && argp->args_doc) continue;
         if (argv[i][0] != '-' || !strcmp(argv[i], "--") || !strcmp(argv[i], "-"))
             return cg_fail(error, CG_BAD_INPUT, "argument \"%.100s\" is not wanted: options start with --",
                            argv[i]);

@@ -51,8 +51,8 @@ typedef struct tool_model {
 extern const struct argp tool_model_argp;    /* --config --set --task --seq --batch --seed ... */
 extern const struct argp tool_training_argp; /* --steps --indexer-warmup */
 
-/* Parse a command line without arguments beside options. A bad one ends the program: one sentence, exit code 2.
- */
+/* Parse a command line. Arguments beside options are refused unless argp.args_doc names some. A bad line ends the
+ * program: one sentence, exit code 2. */
 void tool_parse(const struct argp *argp, int argc, char **argv, void *input);
 
 /* Start from the defaults of the task that the options or else the file name, read the file over them, then the
