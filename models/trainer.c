@@ -153,6 +153,8 @@ int64_t cg_trainer_steps(const cg_trainer *trainer) { return trainer->steps_done
 
 const cg_step *cg_trainer_graph(const cg_trainer *trainer) { return &trainer->step; }
 
+int64_t cg_trainer_measured_bytes(const cg_trainer *trainer) { return cg_exec_measured_bytes(trainer->exec); }
+
 /* ---- a step ---- */
 
 static double now_s(void) {
@@ -229,7 +231,7 @@ bool cg_trainer_step(cg_trainer *trainer, cg_metrics *metrics, cg_error *error) 
         /* whatever an op says of its input: here numbers went astray, the user's input is fine */
         return cg_fail(error, CG_FAILED, "step %lld: %s; parameters are as before this step",
                        (long long)metrics->step, refused.text);
-    metrics->measured_peak_bytes = cg_exec_measured_bytes(trainer->exec);
+    metrics->measured_peak_bytes = cg_trainer_measured_bytes(trainer);
     trainer->steps_done++;
     int64_t rows = trainer->batches[0]->n_rows * trainer->config.accumulate;
     metrics->tokens_per_s = (double)rows / fmax(now_s() - start, 1e-9);

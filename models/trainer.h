@@ -57,7 +57,8 @@ bool cg_trainer_save(const cg_trainer *trainer, const char *path, cg_error *erro
 /* Refused, and the trainer unchanged, when the file is damaged or of another model. */
 bool cg_trainer_load(cg_trainer *trainer, const char *path, cg_error *error);
 
-/* The step at hand, for reports: its graph, plan and executor's peak. */
+/* The step at hand, for reports: its graph and plan, and the peak its executor measured so far. */
+int64_t cg_trainer_measured_bytes(const cg_trainer *trainer);
 const cg_step *cg_trainer_graph(const cg_trainer *trainer);
 
 /* True when some batch row of `feed` could see more than index_topk compressed rows: else every run selects all

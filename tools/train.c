@@ -380,10 +380,12 @@ static void print_table(const run *r, const cg_evaluation *e) {
     if (e->n_layers) table_row("indexer KL, nats per row", "%.4f", start_kl, end_kl);
     table_row("indexer captured (1 - kl/uniform)", "%.4f", number_of(r->start, "captured"), e->captured);
     table_row("indexer recall of the true top-k", "%.4f", number_of(r->start, "recall"), e->recall);
-    printf("\n  planned peak %.2f MiB", (double)plan->peak_bytes / 1048576);
+    printf("\n  peak memory of a step: planned %.2f MiB, measured %.2f MiB", (double)plan->peak_bytes / 1048576,
+           (double)cg_trainer_measured_bytes(r->trainer) / 1048576);
     if (r->process_growth >= 0)
-        printf(", by which the process grew %.2f MiB", (double)r->process_growth / 1048576);
-    printf(", high-water mark of the whole process %.2f MiB\n", (double)cg_process_peak_bytes() / 1048576);
+        printf(", and the process grew by %.2f MiB", (double)r->process_growth / 1048576);
+    printf("\n  high-water mark of the whole process, evaluation included: %.2f MiB\n",
+           (double)cg_process_peak_bytes() / 1048576);
     printf("  files: %s/metrics.jsonl, config.json, checkpoint-%08" PRId64 ".safetensors\n", r->dir,
            r->saved_step);
 }
@@ -401,6 +403,7 @@ static json_t *final_json(const run *r, const cg_evaluation *e) {
                         json_boolean(cg_selection_is_exercised(r->config, r->feed)));
     json_object_set_new(line, "chance", run_number(cg_feed_facts_of(r->feed)->chance));
     json_object_set_new(line, "planned_peak_bytes", json_integer(plan->peak_bytes));
+    json_object_set_new(line, "measured_peak_bytes", json_integer(cg_trainer_measured_bytes(r->trainer)));
     json_object_set_new(line, "process_growth_bytes", known_bytes(r->process_growth));
     json_object_set_new(line, "process_peak_bytes", known_bytes(cg_process_peak_bytes()));
     json_object_set_new(line, "seconds", run_number(now_s() - r->started_s));
