@@ -276,7 +276,7 @@ START_TEST(what_a_run_writes) {
         char *out = good(TINY "%s --steps 11 --set checkpoint_every=4 --out %s", recall ? RECALL : TEXT, dir);
         ck_assert_ptr_null(strpbrk(out, "\r\033"));
         ck_assert_ptr_nonnull(strstr(out, "step    11/11"));
-        ck_assert_ptr_nonnull(strstr(out, "planned peak"));
+        ck_assert_ptr_nonnull(strstr(out, "peak memory of a step: planned"));
         free(out);
         metrics *m = metrics_of(dir);
         ck_assert_int_eq(m->n, 12);
