@@ -24,7 +24,7 @@ void cg_archive_close(cg_archive *archive); /* NULL is fine */
 const char *cg_archive_format(const cg_archive *archive); /* "safetensors", "npy" or "npz" */
 
 int cg_archive_count(const cg_archive *archive);
-const cg_named_tensor *cg_archive_at(const cg_archive *archive, int i); /* in the order of the file */
+const cg_named_tensor *cg_archive_at(const cg_archive *archive, int i);        /* in the order of the file */
 const cg_tensor *cg_archive_find(const cg_archive *archive, const char *name); /* NULL: absent */
 
 /* Only safetensors files have metadata. NULL: absent. */

@@ -17,9 +17,9 @@ enum { CG_NPY_MAGIC_BYTES = 6, CG_NPY_START_BYTES = 12, CG_NPY_HEADER_MAX = 1 <<
 typedef struct cg_npy {
     cg_dtype dtype;
     cg_shape shape;
-    bool big_endian;       /* elements of more than one byte stand the other way round */
-    bool fortran;          /* first dimension fastest; false where both orders are the same */
-    int64_t header_bytes;  /* the data begins here */
+    bool big_endian;      /* elements of more than one byte stand the other way round */
+    bool fortran;         /* first dimension fastest; false where both orders are the same */
+    int64_t header_bytes; /* the data begins here */
     int64_t data_bytes;
 } cg_npy;
 

@@ -28,7 +28,7 @@ find_missing() {
     have make || have ninja || MISSING="$MISSING make"
     have_cmake || MISSING="$MISSING cmake"
     have pkg-config || MISSING="$MISSING pkg-config"
-    for package in libc6-dev libdnnl-dev libsleef-dev libjansson-dev; do
+    for package in libc6-dev libdnnl-dev libsleef-dev libjansson-dev zlib1g-dev; do
         have_package $package || MISSING="$MISSING $package"
     done
     if [ "${1:-}" = test ]; then
@@ -68,7 +68,7 @@ install_cmake_with_pip() {
 install_packages() {
     if [ "$(uname -s)" != Linux ] || ! have apt-get || ! have dpkg-query; then
         die "this script installs with apt on Debian or Ubuntu; on this system please install a C17 compiler with" \
-            "OpenMP, make, pkg-config, CMake >= $CMAKE_MINIMUM, oneDNN, SLEEF, Jansson and (for the tests) Check," \
+            "OpenMP, make, pkg-config, CMake >= $CMAKE_MINIMUM, oneDNN, SLEEF, Jansson, zlib and (for the tests) Check," \
             "then run: cmake -S . -B build && cmake --build build"
     fi
     find_missing "$@"

@@ -1,0 +1,244 @@
+#include "core/npy.h"
+
+#include <string.h>
+
+#include "core/shown.h"
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "little-endian data is used as it is stored");
+
+#define SUPPORTED "f4 f8 f2 i4 i8 u1 b1"
+
+static int64_t number_of(const unsigned char *bytes, int n) {
+    int64_t number = 0;
+    for (int i = n; i-- > 0;) number = number << 8 | bytes[i];
+    return number;
+}
+
+bool cg_npy_header_bytes(const void *start, size_t bytes, int64_t *header_bytes, cg_error *error) {
+    const unsigned char *b = start;
+    if (bytes < CG_NPY_MAGIC_BYTES || memcmp(b, CG_NPY_MAGIC, CG_NPY_MAGIC_BYTES))
+        return cg_fail(error, CG_BAD_INPUT, "does not begin with the magic bytes of an npy array");
+    int version = bytes > 6 ? b[6] : 0, length_bytes = version == 1 ? 2 : 4;
+    if (bytes < (size_t)(8 + length_bytes))
+        return cg_fail(error, CG_BAD_INPUT, "is cut within the first bytes of its npy header");
+    if (version < 1 || version > 3 || b[7] != 0)
+        return cg_fail(error, CG_BAD_INPUT, "has npy version %d.%d, these are read: 1.0, 2.0, 3.0", b[6], b[7]);
+    int64_t length = number_of(b + 8, length_bytes);
+    if (length > CG_NPY_HEADER_MAX)
+        return cg_fail(error, CG_BAD_INPUT, "claims an npy header of %lld bytes, at most %d are accepted",
+                       (long long)length, CG_NPY_HEADER_MAX);
+    *header_bytes = 8 + length_bytes + length;
+    return true;
+}
+
+/* ---- the Python dict of the header ---- */
+
+typedef struct cursor {
+    const char *start, *at, *end;
+    cg_error *error;
+} cursor;
+
+typedef struct word {
+    const char *text;
+    size_t bytes;
+} word;
+
+static bool word_is(word w, const char *text) {
+    return w.bytes == strlen(text) && !memcmp(w.text, text, w.bytes);
+}
+
+static char peek(cursor *c) {
+    while (c->at < c->end && (*c->at == ' ' || *c->at == '\n' || *c->at == '\t' || *c->at == '\r')) c->at++;
+    return c->at < c->end ? *c->at : 0;
+}
+
+static bool take(cursor *c, char wanted) {
+    if (peek(c) != wanted || c->at == c->end) return false;
+    c->at++;
+    return true;
+}
+
+static bool fail_here(cursor *c, const char *expected) {
+    peek(c);
+    return cg_fail(c->error, CG_BAD_INPUT, "the npy header breaks at its byte %lld: expected %s",
+                   (long long)(c->at - c->start), expected);
+}
+
+static bool read_word(cursor *c, word *w, const char *expected) {
+    char quote = peek(c);
+    if (quote != '\'' && quote != '"') return fail_here(c, expected);
+    const char *begin = c->at + 1, *end = begin;
+    while (end < c->end && *end != quote && *end != '\\' && *end != '\n') end++;
+    if (end == c->end || *end != quote) return fail_here(c, "a plain string");
+    *w = (word){begin, (size_t)(end - begin)};
+    c->at = end + 1;
+    return true;
+}
+
+/* Python's True and False; `name` names the key. */
+static bool read_truth(cursor *c, bool *value) {
+    static const char *const words[] = {"False", "True"};
+    peek(c);
+    for (int i = 0; i < 2; i++) {
+        size_t n = strlen(words[i]);
+        if ((size_t)(c->end - c->at) < n || memcmp(c->at, words[i], n)) continue;
+        c->at += n;
+        *value = i;
+        return true;
+    }
+    return fail_here(c, "True or False behind 'fortran_order'");
+}
+
+static bool read_size(cursor *c, int64_t *size) {
+    if (peek(c) == '-')
+        return cg_fail(c->error, CG_BAD_INPUT, "the shape of the npy header has a negative size");
+    if (c->at == c->end || *c->at < '0' || *c->at > '9') return fail_here(c, "a whole number or ')'");
+    *size = 0;
+    for (; c->at < c->end && *c->at >= '0' && *c->at <= '9'; c->at++)
+        if (__builtin_mul_overflow(*size, 10, size) || __builtin_add_overflow(*size, *c->at - '0', size))
+            return cg_fail(c->error, CG_BAD_INPUT,
+                           "the shape of the npy header has a size that does not fit 64 bits");
+    if (c->at < c->end && *c->at == 'L') c->at++; /* a long of Python 2 */
+    return true;
+}
+
+/* (), (3,), (3, 4), (3, 4,): one size without a comma is no tuple. */
+static bool read_shape(cursor *c, cg_shape *shape) {
+    *shape = (cg_shape){0};
+    if (!take(c, '(')) return fail_here(c, "a tuple behind 'shape'");
+    bool comma = true;
+    while (!take(c, ')')) {
+        if (!comma) return fail_here(c, "',' or ')'");
+        int64_t size = 0;
+        if (!read_size(c, &size)) return false;
+        if (shape->n_dims == CG_MAX_DIMS)
+            return cg_fail(c->error, CG_BAD_INPUT, "has more than the %d dimensions that are supported",
+                           CG_MAX_DIMS);
+        shape->dims[shape->n_dims++] = size;
+        comma = take(c, ',');
+    }
+    if (shape->n_dims == 1 && !comma) return fail_here(c, "',' behind the only size");
+    return true;
+}
+
+static bool read_dtype(cursor *c, cg_npy *npy) {
+    static const struct {
+        const char *name;
+        cg_dtype dtype;
+    } known[] = {{"f4", CG_F32}, {"f8", CG_F64}, {"f2", CG_F16}, {"i4", CG_I32},
+                 {"i8", CG_I64}, {"u1", CG_U8},  {"b1", CG_U8}};
+    word w;
+    if (peek(c) == '[')
+        return cg_fail(c->error, CG_BAD_INPUT, "has a structured dtype, these are supported: " SUPPORTED);
+    if (!read_word(c, &w, "a string behind 'descr'")) return false;
+    char order = w.bytes > 1 ? w.text[0] : 0;
+    word name = {w.text + 1, w.bytes - 1};
+    bool has_order = order == '<' || order == '>' || order == '|';
+    cg_shown_word shown = cg_shown_bytes(w.text, w.bytes);
+    if (has_order && name.text[0] == 'O')
+        return cg_fail(c->error, CG_BAD_INPUT,
+                       "holds Python objects (dtype '%s'): save numbers, for example as float32", shown.text);
+    if (has_order && word_is(name, "V2"))
+        return cg_fail(
+            c->error, CG_BAD_INPUT,
+            "has dtype '%s', two bytes of any meaning: if this is bfloat16, which npy has no name for, "
+            "save it as float32 or in a safetensors file",
+            shown.text);
+    for (size_t i = 0; has_order && i < sizeof known / sizeof known[0]; i++) {
+        if (!word_is(name, known[i].name)) continue;
+        npy->dtype = known[i].dtype;
+        bool one_byte = cg_dtype_bytes(npy->dtype) == 1;
+        if (!one_byte && order == '|') break;
+        npy->big_endian = !one_byte && order == '>';
+        return true;
+    }
+    return cg_fail(c->error, CG_BAD_INPUT,
+                   "has dtype '%s', these are supported: " SUPPORTED ", with '<' or '>' before them",
+                   shown.text);
+}
+
+/* Are row-major and column-major order the same? */
+static bool one_order(const cg_shape *shape) {
+    int long_dims = 0;
+    for (int i = 0; i < shape->n_dims; i++) {
+        if (shape->dims[i] == 0) return true;
+        long_dims += shape->dims[i] > 1;
+    }
+    return long_dims <= 1;
+}
+
+static bool read_dict(cursor *c, cg_npy *npy) {
+    static const char *const keys[] = {"descr", "fortran_order", "shape"};
+    bool seen[3] = {0};
+    if (!take(c, '{')) return fail_here(c, "'{'");
+    for (bool comma = true; !take(c, '}'); comma = take(c, ',')) {
+        word key;
+        int k = 0;
+        if (!comma) return fail_here(c, "',' or '}'");
+        if (!read_word(c, &key, "a key or '}'")) return false;
+        while (k < 3 && !word_is(key, keys[k])) k++;
+        if (k == 3 || seen[k])
+            return cg_fail(c->error, CG_BAD_INPUT, "the npy header has the %s key '%s'",
+                           k == 3 ? "unknown" : "repeated", cg_shown_bytes(key.text, key.bytes).text);
+        seen[k] = true;
+        if (!take(c, ':')) return fail_here(c, "':'");
+        if (!(k == 0 ? read_dtype(c, npy) : k == 1 ? read_truth(c, &npy->fortran) : read_shape(c, &npy->shape)))
+            return false;
+    }
+    for (int k = 0; k < 3; k++)
+        if (!seen[k]) return cg_fail(c->error, CG_BAD_INPUT, "the npy header lacks the key '%s'", keys[k]);
+    if (peek(c) || c->at != c->end) return fail_here(c, "nothing more");
+    return true;
+}
+
+bool cg_npy_parse(const void *start, int64_t header_bytes, cg_npy *npy, cg_error *error) {
+    const char *first = start;
+    int prefix = first[6] == 1 ? 10 : 12;
+    cursor c = {first + prefix, first + prefix, first + header_bytes, error};
+    *npy = (cg_npy){.header_bytes = header_bytes};
+    if (!read_dict(&c, npy)) return false;
+    char text[160];
+    npy->data_bytes = cg_tensor_bytes(npy->dtype, &npy->shape);
+    if (npy->data_bytes == INT64_MAX)
+        return cg_fail(error, CG_BAD_INPUT, "the bytes of shape %s of %s do not fit 64 bits",
+                       cg_shape_text(&npy->shape, text, sizeof text), cg_dtype_name(npy->dtype));
+    if (npy->fortran && one_order(&npy->shape)) npy->fortran = false;
+    return true;
+}
+
+/* ---- the data ---- */
+
+bool cg_npy_is_plain(const cg_npy *npy) { return !npy->big_endian && !npy->fortran; }
+
+static void swap_bytes(unsigned char *data, int64_t n, size_t element) {
+    for (int64_t i = 0; i < n; i++, data += element)
+        for (size_t b = 0; b < element / 2; b++) {
+            unsigned char byte = data[b];
+            data[b] = data[element - 1 - b];
+            data[element - 1 - b] = byte;
+        }
+}
+
+void cg_npy_copy(const cg_npy *npy, const void *from, void *to) {
+    size_t element = cg_dtype_bytes(npy->dtype);
+    int64_t n = npy->data_bytes / (int64_t)element;
+    if (n == 0) return;
+    if (!npy->fortran) {
+        memcpy(to, from, (size_t)npy->data_bytes);
+    } else { /* walk the rows of the result; the source jumps */
+        int64_t index[CG_MAX_DIMS] = {0}, stride[CG_MAX_DIMS];
+        int last = npy->shape.n_dims - 1;
+        int64_t place = 0, step = (int64_t)element;
+        for (int d = 0; d <= last; step *= npy->shape.dims[d++]) stride[d] = step;
+        for (int64_t i = 0; i < n; i++) {
+            memcpy((char *)to + i * (int64_t)element, (const char *)from + place, element);
+            for (int d = last; d >= 0; d--) {
+                place += stride[d];
+                if (++index[d] < npy->shape.dims[d]) break;
+                place -= index[d] * stride[d];
+                index[d] = 0;
+            }
+        }
+    }
+    if (npy->big_endian) swap_bytes(to, n, element);
+}
