@@ -6,7 +6,9 @@
 #ifndef CG_TOOLS_CSAGRAD_H
 #define CG_TOOLS_CSAGRAD_H
 
+int csagrad_check_row(int argc, char **argv); /* for csagrad check --row */
 int csagrad_config(int argc, char **argv);
+int csagrad_dump(int argc, char **argv);
 int csagrad_gradcheck(int argc, char **argv);
 int csagrad_ops(int argc, char **argv);
 int csagrad_plan(int argc, char **argv);
