@@ -1,6 +1,8 @@
 #include "core/tensor.h"
 
+#include <math.h>
 #include <stdio.h>
+#include <string.h>
 
 static const struct {
     const char *name;
@@ -46,4 +48,45 @@ const char *cg_shape_text(const cg_shape *shape, char *text, size_t text_bytes) 
         n += (size_t)snprintf(text + n, text_bytes - n, "%s%lld", i ? ", " : "", (long long)shape->dims[i]);
     if (n < text_bytes) snprintf(text + n, text_bytes - n, "]");
     return text;
+}
+
+static double half(uint16_t bits) {
+    int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    double size = exponent == 31 ? (fraction ? NAN : INFINITY)
+                  : exponent     ? ldexp(1024 + fraction, exponent - 25)
+                                 : ldexp(fraction, -24);
+    return bits & 0x8000 ? -size : size;
+}
+
+double cg_dtype_get(cg_dtype dtype, const void *data, int64_t i) {
+    union {
+        float f32;
+        double f64;
+        int32_t i32;
+        int64_t i64;
+        uint32_t u32;
+        uint16_t u16;
+        uint8_t u8;
+    } x = {0};
+    size_t bytes = cg_dtype_bytes(dtype);
+    memcpy(&x, (const char *)data + i * (int64_t)bytes, bytes);
+    switch (dtype) {
+    case CG_F32:
+        return x.f32;
+    case CG_F64:
+        return x.f64;
+    case CG_I32:
+        return x.i32;
+    case CG_I64:
+        return (double)x.i64;
+    case CG_U8:
+        return x.u8;
+    case CG_F16:
+        return half(x.u16);
+    case CG_BF16:
+        x.u32 = (uint32_t)x.u16 << 16;
+        return x.f32;
+    default:
+        return NAN;
+    }
 }

@@ -67,4 +67,7 @@ int64_t cg_tensor_bytes(cg_dtype dtype, const cg_shape *shape);
 /* "[40, 8, 16]" into `text`; returns `text`. */
 const char *cg_shape_text(const cg_shape *shape, char *text, size_t text_bytes);
 
+/* Element i of data of any dtype, exact except for whole numbers above 2^53. The data need not be aligned. */
+double cg_dtype_get(cg_dtype dtype, const void *data, int64_t i);
+
 #endif

@@ -10,6 +10,7 @@ int csagrad_check_row(int argc, char **argv); /* for csagrad check --row */
 int csagrad_config(int argc, char **argv);
 int csagrad_dump(int argc, char **argv);
 int csagrad_gradcheck(int argc, char **argv);
+int csagrad_info(int argc, char **argv);
 int csagrad_ops(int argc, char **argv);
 int csagrad_plan(int argc, char **argv);
 int csagrad_train(int argc, char **argv);
