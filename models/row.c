@@ -437,10 +437,7 @@ static bool take_sizes(reader *r, cg_row *row) {
 
 static bool take_words(reader *r, cg_row *row) {
     row->dtype = CG_F64;
-    if (!cg_contract_parse(r->contract, &row->contract, r->error)) {
-        cg_error_at(r->error, "contract");
-        return false;
-    }
+    if (!cg_contract_parse(r->contract, &row->contract, r->error)) return false;
     if (!r->has_dtype || !strcmp(r->dtype, "f64")) return true;
     row->dtype = CG_F32;
     if (!strcmp(r->dtype, "f32")) return true;

@@ -277,7 +277,9 @@ static void add_weights(const cg_row *row, const int32_t *index, const double *l
             logits[h * row->K + k] = x;
             weights[h * row->K + k] = index[k] >= 0 ? exp(x - lse[h]) : 0;
         }
-        sink[h] = row->sink[h] == -INFINITY ? 0 : exp(row->sink[h] - lse[h]);
+        sink[h] = row->sink[h] == -INFINITY
+                      ? 0
+                      : exp((row->dtype == CG_F32 ? (float)row->sink[h] : row->sink[h]) - lse[h]);
     }
 }
 

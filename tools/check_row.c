@@ -75,12 +75,15 @@ static const struct argp argp = {
     NULL};
 
 /* The word that is no option and no option's value: taken out of argv. */
-static const char *take_file(int *argc, char **argv) {
+static bool take_file(int *argc, char **argv, const char **taken, cg_error *error) {
     const char *file = NULL;
     int kept = 1;
     for (int i = 1; i < *argc; i++) {
         const bool option = !strncmp(argv[i], "--", 2) && argv[i][2];
-        if (!option && !file && (argv[i][0] != '-' || !argv[i][1])) {
+        if (!option && (argv[i][0] != '-' || !argv[i][1])) {
+            if (file)
+                return cg_fail(error, CG_BAD_INPUT, "one file is wanted, got \"%.60s\" and \"%.60s\"", file,
+                               argv[i]);
             file = argv[i];
             continue;
         }
@@ -94,7 +97,8 @@ static const char *take_file(int *argc, char **argv) {
     }
     *argc = kept;
     argv[kept] = NULL;
-    return file;
+    *taken = file;
+    return true;
 }
 
 static bool read_stream(FILE *in, char **data, size_t *bytes, cg_error *error) {
@@ -173,7 +177,8 @@ int csagrad_check_row(int argc, char **argv) {
     arguments a = {0};
     cg_error error = {0};
     list_options();
-    const char *file = take_file(&argc, argv);
+    const char *file = NULL;
+    if (!take_file(&argc, argv, &file, &error)) return tool_failed(argv[0], &error);
     tool_parse(&argp, argc, argv, &a);
     char *text = NULL;
     size_t bytes = 0;
