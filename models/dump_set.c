@@ -169,7 +169,7 @@ static const member members[] = {
      8,
      2,
      3,
-     {5, 3, 7}},
+     {9, 3, 11}},
     {"ties",
      "scores of small integers with many ties at the cut, double keys, rows of -0.0: ties go to the lower "
      "index",
@@ -296,7 +296,7 @@ static const member members[] = {
      2,
      {40, 24}},
     {"f64", "everything in f64", CG_LAYOUT_THD, CG_F64, 4, 16, 4, 16, 4, 8, 3, 3, {21, 3, 30}},
-    {"ratio_128", "ratio 128", CG_LAYOUT_THD, CG_F32, 2, 16, 4, 16, 128, 16, 1, 2, {300, 150}},
+    {"ratio_128", "ratio 128", CG_LAYOUT_THD, CG_F32, 2, 16, 4, 16, 128, 16, 1, 2, {400, 150}},
     {"middle", "two segments of 128 and 64 rows", CG_LAYOUT_THD, CG_F32, 4, 32, 8, 16, 4, 16, 8, 2, {128, 64}},
     {"large",
      "8 heads, 512 rows",

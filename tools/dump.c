@@ -61,7 +61,6 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
 }
 
 static const struct argp_option options[] = {
-    {.doc = "Input:", .group = GROUP_INPUT},
     {.name = "checkpoint",
      .key = KEY_CHECKPOINT,
      .arg = "FILE",
@@ -85,7 +84,6 @@ static const struct argp_option options[] = {
      .key = KEY_PADDED,
      .group = GROUP_INPUT,
      .doc = "the last 1 to 5 rows of each segment are padding (layout thd)"},
-    {.doc = "Model:", .group = GROUP_MODEL},
     {.name = "contract",
      .key = KEY_CONTRACT,
      .arg = "TEXT",
