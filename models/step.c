@@ -67,6 +67,12 @@ static void build_optimizer(cg_step *step, const cg_config *config) {
     }
 }
 
+static bool has_indexer(const cg_config *config) {
+    for (int64_t i = 0; i < config->num_hidden_layers; i++)
+        if (config->compress_ratios[i] == CG_RATIO_CSA) return true;
+    return false;
+}
+
 bool cg_step_build(cg_step *step, const cg_config *config, const cg_step_options *options, cg_error *error) {
     memset(step, 0, sizeof *step);
     if (!allocate(step)) return cg_fail(error, CG_FAILED, "out of memory while a step is built");
@@ -77,6 +83,8 @@ bool cg_step_build(cg_step *step, const cg_config *config, const cg_step_options
                              .with_loss = true,
                              .attend_all = options->attend_all};
     if (!cg_policy_parse(config->policy, &model.form, terms, error)) return false;
+    if (!strcmp(config->policy, "recompute") && !has_indexer(config))
+        *terms = 0; /* there is nothing to recompute */
     if (cg_dsv4_build(step->graph, config, &model, step->model)) {
         cg_keep(step->model->lm_loss);
         cg_keep(step->model->indexer_loss);

@@ -255,6 +255,37 @@ static int64_t number(const json_t *object, const char *key) {
     return json_integer_value(value);
 }
 
+/* The saved scores are what the policies differ in: one copy per CSA layer and head, in f32. */
+START_TEST(plan_compares_policies) {
+    json_t *root = good_json("plan --seq 256 --batch 2 --set compress_ratios=0,4,128,4 --compare --json");
+    ck_assert_int_eq((int)json_array_size(root), 3);
+    int64_t saved[3], peak[3], clones[3];
+    static const char *const names[3] = {"save", "recompute", "stream"};
+    for (size_t i = 0; i < 3; i++) {
+        const json_t *line = json_array_get(root, i);
+        ck_assert_str_eq(json_string_value(json_object_get(line, "policy")), names[i]);
+        saved[i] = number(line, "saved_in_indexers_bytes");
+        peak[i] = number(line, "planned_peak_bytes");
+        clones[i] = number(line, "recomputed_nodes");
+    }
+    json_decref(root);
+    int64_t scores = 4 * 512 * 8 * (512 / 4); /* T, Hi, C */
+    ck_assert_int_ge(saved[0] - saved[1], 2 * scores);
+    ck_assert_int_ge(saved[0] - saved[2], 2 * scores);
+    ck_assert_int_gt(peak[0], peak[1]);
+    ck_assert_int_gt(peak[1], peak[2]);
+    ck_assert(clones[0] == 0 && clones[1] > 0 && clones[2] == 0);
+    root = good_json("plan --compare --json --policy stream+rms_norm");
+    ck_assert_int_eq((int)json_array_size(root), 4);
+    json_decref(root);
+    free(good("plan --compare"));
+    /* without an indexer there is nothing to recompute, which is no mistake */
+    root = good_json("plan --policy recompute --set compress_ratios=0,0,128,0 --json");
+    ck_assert_int_eq(number(root, "recomputed_nodes"), 0);
+    json_decref(root);
+}
+END_TEST
+
 START_TEST(plan_adds_up) {
     char *text = good("plan --seq 64 --batch 2 --task recall --policy save");
     holds(text, "csagrad plan: task=recall seq_len=64 batch_size=2 seed=1");
@@ -359,6 +390,7 @@ int main(void) {
                                   output_that_cannot_be_written,
                                   ops_list,
                                   gradcheck_of_one_op,
+                                  plan_compares_policies,
                                   plan_adds_up,
                                   plan_of_a_size_beyond_the_machine,
                                   train_two_steps,
