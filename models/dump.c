@@ -1,0 +1,1050 @@
+#include "models/dump.h"
+
+#include <errno.h>
+#include <jansson.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/archive.h"
+#include "core/file.h"
+#include "core/shown.h"
+#include "core/suggest.h"
+
+/* ---- names ---- */
+
+const char *const cg_dump_names[CG_DUMP_ARRAYS + 1] = {"q_indexer",
+                                                       "weights",
+                                                       "k_indexer",
+                                                       "query",
+                                                       "kv",
+                                                       "compressed_kv",
+                                                       "sink",
+                                                       "dout",
+                                                       "topk",
+                                                       "attn_topk",
+                                                       "index_scores",
+                                                       "output",
+                                                       "lse",
+                                                       "non_compressed_lse",
+                                                       "target",
+                                                       "log_predict",
+                                                       "predict",
+                                                       "kl",
+                                                       "loss",
+                                                       "grad.q_indexer",
+                                                       "grad.weights",
+                                                       "grad.k_indexer",
+                                                       "grad.query",
+                                                       "grad.kv",
+                                                       "grad.compressed_kv",
+                                                       "grad.sink",
+                                                       "cu_seqlens_q",
+                                                       "cu_seqlens_q_real",
+                                                       "cu_seqlens_compressed",
+                                                       "query_valid_rows",
+                                                       NULL};
+
+/* What else a tensor is called, the first one that a file has counts. q and k mean the indexer's where the
+ * attention's have longer names, as in Megatron's fused loss (q, weights, k, query, key, topk_indices). */
+static const char *const aliases[CG_DUMP_ARRAYS][12] = {
+    [CG_DUMP_Q_INDEXER] = {"q_indexer", "indexer_q", "index_q", "q_index", "idx_q", "q_idx", "qi"},
+    [CG_DUMP_WEIGHTS] = {"weights", "indexer_weights", "index_weights", "head_weights", "w_indexer",
+                         "idx_weights", "w"},
+    [CG_DUMP_K_INDEXER] = {"k_indexer", "indexer_k", "index_k", "k_index", "idx_k", "k_idx", "ki"},
+    [CG_DUMP_QUERY] = {"query", "attn_q", "q_attn", "queries"},
+    [CG_DUMP_KV] = {"kv", "window_kv", "local_kv", "raw_kv", "swa_kv", "uncompressed_kv"},
+    [CG_DUMP_COMPRESSED_KV] = {"compressed_kv", "ckv", "kv_compressed", "compressed_k", "compressed_key", "key",
+                               "kv_comp"},
+    [CG_DUMP_SINK] = {"sink", "attn_sink", "sinks", "attn_sinks", "attention_sink", "attention_sinks",
+                      "softmax_offset"},
+    [CG_DUMP_DOUT] = {"dout", "grad_output", "grad_out", "d_out", "do", "dO", "grad.output"},
+    [CG_DUMP_TOPK] = {"topk", "topk_indices", "topk_idx", "topk_idxs", "topk_ids", "index_topk_indices",
+                      "selected_indices", "indices"},
+    [CG_DUMP_ATTN_TOPK] = {"attn_topk", "attn_topk_indices", "attn_indices"},
+    [CG_DUMP_SCORES] = {"index_scores", "indexer_scores", "scores", "index_logits", "indexer_logits"},
+    [CG_DUMP_OUTPUT] = {"output", "out", "attn_output", "attn_out", "core_attn_out", "o"},
+    [CG_DUMP_LSE] = {"lse", "softmax_lse", "attn_lse", "full_lse"},
+    [CG_DUMP_WINDOW_LSE] = {"non_compressed_lse", "window_lse", "window_sink_lse", "swa_lse"},
+    [CG_DUMP_TARGET] = {"target", "teacher", "attn_target", "target_probs", "attn_dist", "target_dist"},
+    [CG_DUMP_LOG_PREDICT] = {"log_predict", "log_p", "log_probs", "index_log_probs", "student_log_probs"},
+    [CG_DUMP_PREDICT] = {"predict", "index_probs", "student_probs", "index_dist"},
+    [CG_DUMP_KL] = {"kl", "kl_per_row", "row_kl", "kl_rows", "kl_div"},
+    [CG_DUMP_LOSS] = {"loss", "indexer_loss", "index_loss", "kl_loss"},
+    [CG_DUMP_CU_REAL] = {"cu_seqlens_q_real", "cu_seqlens_real"},
+    [CG_DUMP_CU_SEQLENS] = {"cu_seqlens_q_padded", "cu_seqlens_padded", "cu_seqlens_q", "cu_seqlens",
+                            "cu_seq_lens", "cu_seqlen"},
+    [CG_DUMP_CU_COMPRESSED] = {"cu_seqlens_compressed", "cu_seqlens_comp", "cu_seqlens_kv", "cu_seqlens_k",
+                               "cu_compressed"},
+    [CG_DUMP_VALID_ROWS] = {"query_valid_rows", "valid_rows", "row_mask", "query_mask", "valid_mask"},
+};
+
+static const int gradient_of[CG_DUMP_ARRAYS] = {
+    [CG_DUMP_GRAD_Q_INDEXER] = 1 + CG_DUMP_Q_INDEXER,
+    [CG_DUMP_GRAD_WEIGHTS] = 1 + CG_DUMP_WEIGHTS,
+    [CG_DUMP_GRAD_K_INDEXER] = 1 + CG_DUMP_K_INDEXER,
+    [CG_DUMP_GRAD_QUERY] = 1 + CG_DUMP_QUERY,
+    [CG_DUMP_GRAD_KV] = 1 + CG_DUMP_KV,
+    [CG_DUMP_GRAD_COMPRESSED_KV] = 1 + CG_DUMP_COMPRESSED_KV,
+    [CG_DUMP_GRAD_SINK] = 1 + CG_DUMP_SINK,
+};
+
+/* ---- the files ---- */
+
+typedef struct found {
+    const char *name, *file;
+    const cg_tensor *tensor;
+    bool used;
+} found;
+
+enum { COLUMNS_LOCAL, COLUMNS_PACKED, COLUMNS_SLOTS };
+
+struct cg_dump_private {
+    cg_archive **archives;
+    int n_archives;
+    found *list;
+    int n;
+    json_t *config;
+    const char **unused;
+    const cg_dump_options *options;
+    int columns[CG_DUMP_ARRAYS];
+};
+
+static bool open_files(cg_dump *d, const cg_dump_options *o, cg_error *error) {
+    struct cg_dump_private *own = d->own;
+    own->archives = calloc((size_t)o->n_paths + 1, sizeof(cg_archive *));
+    if (!own->archives) return cg_fail(error, CG_FAILED, "out of memory for the list of files");
+    int n = 0;
+    for (int i = 0; i < o->n_paths; i++) {
+        if (!(own->archives[i] = cg_archive_open(o->paths[i], error))) return false;
+        own->n_archives++;
+        n += cg_archive_count(own->archives[i]);
+    }
+    own->list = calloc((size_t)n + 1, sizeof *own->list);
+    own->unused = calloc((size_t)n + 1, sizeof *own->unused);
+    if (!own->list || !own->unused) return cg_fail(error, CG_FAILED, "out of memory for the list of tensors");
+    for (int i = 0; i < own->n_archives; i++)
+        for (int k = 0; k < cg_archive_count(own->archives[i]); k++) {
+            const cg_named_tensor *t = cg_archive_at(own->archives[i], k);
+            for (int other = 0; other < i; other++)
+                if (cg_archive_find(own->archives[other], t->name))
+                    return cg_fail(error, CG_BAD_INPUT,
+                                   "%s: tensor \"%s\" is also in %s: a name may stand in one file only",
+                                   o->paths[i], cg_shown(t->name).text, o->paths[other]);
+            own->list[own->n++] = (found){t->name, o->paths[i], &t->tensor, false};
+        }
+    return true;
+}
+
+static found *find_exact(cg_dump *d, const char *name) {
+    for (int i = 0; i < d->own->n; i++)
+        if (!strcmp(d->own->list[i].name, name)) return &d->own->list[i];
+    return NULL;
+}
+
+static found *find_with(cg_dump *d, const char *first, const char *middle, const char *last) {
+    char name[128];
+    snprintf(name, sizeof name, "%s%s%s", first, middle, last);
+    return find_exact(d, name);
+}
+
+/* A tensor by one alias, with the prefixes that dumps have. */
+static found *find_alias(cg_dump *d, const char *alias) {
+    static const char *const prefixes[] = {"out.", "", "in.", "inputs.", "outputs.", "input.", "output."};
+    found *f = NULL;
+    for (size_t i = 0; i < sizeof prefixes / sizeof *prefixes && !f; i++)
+        f = find_with(d, prefixes[i], alias, "");
+    return f;
+}
+
+static found *find_gradient(cg_dump *d, const char *alias) {
+    static const char *const before[] = {"grad.", "grad_", "d_", "d", "grads.", "out.grad_", "out.d"};
+    static const char *const after[] = {".grad", "_grad"};
+    found *f = NULL;
+    for (size_t i = 0; i < sizeof before / sizeof *before && !f; i++) f = find_with(d, before[i], alias, "");
+    for (size_t i = 0; i < sizeof after / sizeof *after && !f; i++) f = find_with(d, "", alias, after[i]);
+    for (size_t i = 0; i < sizeof after / sizeof *after && !f; i++) f = find_with(d, "in.", alias, after[i]);
+    return f;
+}
+
+static found *find_id(cg_dump *d, cg_dump_id id, const char *extra) {
+    const int base = gradient_of[id] ? gradient_of[id] - 1 : (int)id;
+    found *f = NULL;
+    for (int i = 0; i < 12 && aliases[base][i] && !f; i++)
+        f = gradient_of[id] ? find_gradient(d, aliases[base][i]) : find_alias(d, aliases[base][i]);
+    if (!f && extra) f = gradient_of[id] ? find_gradient(d, extra) : find_alias(d, extra);
+    return f && !f->used ? f : NULL;
+}
+
+static void take(cg_dump *d, cg_dump_id id, found *f) {
+    if (!f || d->array[id].name) return;
+    f->used = true;
+    d->array[id] = (cg_dump_array){.name = f->name,
+                                   .file = f->file,
+                                   .dtype = f->tensor->dtype,
+                                   .shape = f->tensor->shape,
+                                   .data = f->tensor->data};
+}
+
+bool cg_dump_has(const cg_dump *d, cg_dump_id id) { return d->array[id].name != NULL; }
+
+static bool apply_maps(cg_dump *d, const cg_dump_options *o, cg_error *error) {
+    for (int m = 0; m < o->n_maps; m++) {
+        const char *equals = strchr(o->maps[m], '=');
+        char canonical[64] = "";
+        int id = 0;
+        if (!equals)
+            return cg_fail(error, CG_BAD_INPUT, "--map needs NAME=THEIRS, got \"%s\"",
+                           cg_shown(o->maps[m]).text);
+        snprintf(canonical, sizeof canonical, "%.*s",
+                 (int)(equals - o->maps[m] < 60 ? equals - o->maps[m] : 60), o->maps[m]);
+        while (id < CG_DUMP_ARRAYS && strcmp(canonical, cg_dump_names[id])) id++;
+        if (id == CG_DUMP_ARRAYS) {
+            const char *near = cg_suggest(canonical, cg_dump_names, CG_DUMP_ARRAYS);
+            return cg_fail(error, CG_BAD_INPUT, "--map: no tensor is called \"%s\" here%s%s%s",
+                           cg_shown(canonical).text,
+                           near ? ", did you mean " : "; names are those of csagrad check --help",
+                           near ? near : "", near ? "?" : "");
+        }
+        found *f = find_exact(d, equals + 1);
+        if (!f)
+            return cg_fail(error, CG_BAD_INPUT, "--map %s: no file has a tensor \"%s\"", canonical,
+                           cg_shown(equals + 1).text);
+        if (d->array[id].name) return cg_fail(error, CG_BAD_INPUT, "--map: %s is given twice", canonical);
+        take(d, (cg_dump_id)id, f);
+    }
+    return true;
+}
+
+static void find_tensors(cg_dump *d) {
+    found *query = find_id(d, CG_DUMP_QUERY, NULL), *ckv = find_id(d, CG_DUMP_COMPRESSED_KV, NULL);
+    const bool q_is_index = query || d->array[CG_DUMP_QUERY].name,
+               k_is_index = ckv || d->array[CG_DUMP_COMPRESSED_KV].name;
+    for (int id = 0; id < CG_DUMP_ARRAYS; id++) {
+        if (d->array[id].name || (id == CG_DUMP_CU_REAL && find_with(d, "", "cu_seqlens_q_padded", "")))
+            continue;
+        const int base = gradient_of[id] ? gradient_of[id] - 1 : id;
+        const char *extra = NULL;
+        if (base == (q_is_index ? CG_DUMP_Q_INDEXER : CG_DUMP_QUERY)) extra = "q";
+        if (base == (k_is_index ? CG_DUMP_K_INDEXER : CG_DUMP_COMPRESSED_KV)) extra = "k";
+        take(d, (cg_dump_id)id, find_id(d, (cg_dump_id)id, extra));
+    }
+    /* beside padded offsets, the plain ones are running sums of real lengths (Transformer Engine's names) */
+    const char *name = d->array[CG_DUMP_CU_SEQLENS].name;
+    if (name && strstr(name, "_padded") && !cg_dump_has(d, CG_DUMP_CU_REAL)) {
+        found *f = find_alias(d, "cu_seqlens_q");
+        take(d, CG_DUMP_CU_REAL, f ? f : find_alias(d, "cu_seqlens"));
+    }
+    /* without window rows and sink an lse can only be the part beside the compressed keys */
+    if (!cg_dump_has(d, CG_DUMP_KV) && !cg_dump_has(d, CG_DUMP_WINDOW_LSE) && cg_dump_has(d, CG_DUMP_LSE)) {
+        d->array[CG_DUMP_WINDOW_LSE] = d->array[CG_DUMP_LSE];
+        d->array[CG_DUMP_LSE] = (cg_dump_array){0};
+    }
+    for (int i = 0; i < d->own->n; i++) {
+        const found *f = &d->own->list[i];
+        if (!f->used && strncmp(f->name, "oracle.", 7) && strncmp(f->name, "info.", 5))
+            d->own->unused[d->n_unused++] = f->name;
+    }
+    d->unused = d->own->unused;
+}
+
+/* ---- elements ---- */
+
+static double half_value(uint16_t bits) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    double x = exponent == 0 ? ldexp(fraction, -24) : ldexp(fraction + 1024, exponent - 25);
+    if (exponent == 31) x = fraction ? (double)NAN : (double)INFINITY;
+    return bits >> 15 ? -x : x;
+}
+
+static double brain_value(uint16_t bits) {
+    const uint32_t wide = (uint32_t)bits << 16;
+    float x;
+    memcpy(&x, &wide, sizeof x);
+    return (double)x;
+}
+
+static void convert(cg_dtype dtype, const void *data, int64_t from, int64_t n, double *out) {
+    switch (dtype) {
+    case CG_F32:
+        for (int64_t i = 0; i < n; i++) out[i] = (double)((const float *)data)[from + i];
+        return;
+    case CG_F64:
+        memcpy(out, (const double *)data + from, (size_t)n * sizeof *out);
+        return;
+    case CG_BF16:
+        for (int64_t i = 0; i < n; i++) out[i] = brain_value(((const uint16_t *)data)[from + i]);
+        return;
+    case CG_F16:
+        for (int64_t i = 0; i < n; i++) out[i] = half_value(((const uint16_t *)data)[from + i]);
+        return;
+    case CG_I32:
+        for (int64_t i = 0; i < n; i++) out[i] = ((const int32_t *)data)[from + i];
+        return;
+    case CG_I64:
+        for (int64_t i = 0; i < n; i++) out[i] = (double)((const int64_t *)data)[from + i];
+        return;
+    default:
+        for (int64_t i = 0; i < n; i++) out[i] = ((const uint8_t *)data)[from + i];
+    }
+}
+
+static int64_t integer(const cg_dump_array *a, int64_t i) {
+    return a->dtype == CG_I64   ? ((const int64_t *)a->data)[i]
+           : a->dtype == CG_I32 ? ((const int32_t *)a->data)[i]
+                                : ((const uint8_t *)a->data)[i];
+}
+
+double cg_dtype_rounding(cg_dtype dtype) {
+    return dtype == CG_F64 ? 0x1p-53 : dtype == CG_BF16 ? 0x1p-9 : dtype == CG_F16 ? 0x1p-11 : 0x1p-24;
+}
+
+static void read_parts(const cg_dump_array *a, int64_t at, double *out) {
+    for (int64_t h = 0; h < a->heads; h++)
+        convert(a->dtype, a->data, at + h * a->head_stride, a->width, out + h * a->width);
+}
+
+void cg_dump_row(const cg_dump *d, cg_dump_id id, int64_t t, double *out) {
+    const cg_dump_array *a = &d->array[id];
+    read_parts(a, t / d->S * a->batch_stride + t % d->S * a->row_stride, out);
+}
+
+void cg_dump_key(const cg_dump *d, cg_dump_id id, int64_t segment, int64_t key, double *out) {
+    const cg_dump_array *a = &d->array[id];
+    const bool packed = d->batch == 1;
+    read_parts(a,
+               packed ? (d->first_key[segment] + key) * a->row_stride
+                      : segment * a->batch_stride + key * a->row_stride,
+               out);
+}
+
+void cg_dump_list(const cg_dump *d, cg_dump_id id, int64_t t, int64_t *out) {
+    const cg_dump_array *a = &d->array[id];
+    const int64_t at = t / d->S * a->batch_stride + t % d->S * a->row_stride, s = d->segment[t];
+    for (int64_t k = 0; k < a->width; k++) {
+        const int64_t x = integer(a, at + k);
+        out[k] = x < 0 ? -1 : d->index == CG_INDEX_GLOBAL && s >= 0 ? x - d->first_key[s] : x;
+    }
+}
+
+void cg_dump_columns(const cg_dump *d, cg_dump_id id, int64_t t, int64_t n, double *out) {
+    const cg_dump_array *a = &d->array[id];
+    const int64_t at = t / d->S * a->batch_stride + t % d->S * a->row_stride, s = d->segment[t];
+    if (d->own->columns[id] == COLUMNS_SLOTS) {
+        const cg_dump_array *list = &d->array[CG_DUMP_TOPK];
+        const int64_t from = t / d->S * list->batch_stride + t % d->S * list->row_stride;
+        for (int64_t j = 0; j < n; j++) out[j] = 0;
+        for (int64_t k = 0; k < list->width; k++) {
+            int64_t x = integer(list, from + k);
+            if (x >= 0 && d->index == CG_INDEX_GLOBAL) x -= d->first_key[s];
+            if (x >= 0 && x < n) convert(a->dtype, a->data, at + k, 1, &out[x]);
+        }
+        return;
+    }
+    convert(a->dtype, a->data, at + (d->own->columns[id] == COLUMNS_PACKED ? d->first_key[s] : 0), n, out);
+}
+
+int64_t cg_dump_visible(const cg_dump *d, int64_t t) {
+    const int64_t s = d->segment[t];
+    if (s < 0) return 0;
+    const int64_t n = (t - d->start[s] + 1) / d->ratio;
+    return n < d->n_keys[s] ? n : d->n_keys[s];
+}
+
+bool cg_dump_is_real(const cg_dump *d, int64_t t) {
+    const int64_t s = d->segment[t];
+    return s >= 0 && t - d->start[s] < d->real[s];
+}
+
+/* ---- numbers ---- */
+
+typedef struct number {
+    const char *names[6];
+    double least, most;
+    bool whole;
+} number;
+
+enum { RATIO, WINDOW, TOPK, SCALE, COEFF, NUMBERS };
+
+static const number numbers[NUMBERS] = {
+    [RATIO] = {{"ratio", "compress_ratio", "compression_ratio"}, 1, 1e9, true},
+    [WINDOW] = {{"window", "sliding_window", "window_size", "csa_window_size"}, 1, 1e15, true},
+    [TOPK] = {{"topk", "index_topk", "dsa_indexer_topk", "topk_requested"}, 0, 1e9, true},
+    [SCALE] = {{"softmax_scale", "scale", "sm_scale"}, -1e30, 1e30, false},
+    [COEFF] = {{"loss_coeff", "indexer_loss_coeff", "dsa_indexer_loss_coeff", "coeff"}, -1e30, 1e30, false},
+};
+
+static const char *metadata(const cg_dump *d, const char *key) {
+    for (int i = 0; i < d->own->n_archives; i++) {
+        const char *text = cg_archive_metadata(d->own->archives[i], key);
+        if (text) return text;
+    }
+    return NULL;
+}
+
+/* The word that a source gives for a key, in `text`: --set, the config, the file's metadata, a tensor of one
+ * element. Returns where it stands, or NULL. */
+static const char *word_of(cg_dump *d, const char *key, char *text, size_t bytes) {
+    const cg_dump_options *o = d->own->options;
+    for (int i = o->n_settings - 1; i >= 0; i--)
+        if (!strcmp(o->settings[i][0], key)) {
+            snprintf(text, bytes, "%s", o->settings[i][1]);
+            return "the command line";
+        }
+    json_t *value = d->own->config ? json_object_get(d->own->config, key) : NULL;
+    if (value && !json_is_array(value) && !json_is_object(value) && !json_is_null(value)) {
+        if (json_is_string(value))
+            snprintf(text, bytes, "%s", json_string_value(value));
+        else if (json_is_boolean(value))
+            snprintf(text, bytes, "%s", json_is_true(value) ? "true" : "false");
+        else
+            snprintf(text, bytes, "%.17g", json_number_value(value));
+        return o->config;
+    }
+    const char *told = metadata(d, key);
+    if (told) {
+        snprintf(text, bytes, "%s", told);
+        return "the metadata";
+    }
+    found *f = find_alias(d, key);
+    if (f && cg_shape_count(&f->tensor->shape) == 1 && !f->used) {
+        double x;
+        convert(f->tensor->dtype, f->tensor->data, 0, 1, &x);
+        f->used = true;
+        snprintf(text, bytes, "%.17g", x);
+        return f->file;
+    }
+    return NULL;
+}
+
+static bool read_number(cg_dump *d, int which, double *out, cg_error *error) {
+    const number *n = &numbers[which];
+    char text[128];
+    *out = NAN;
+    for (int i = 0; i < 6 && n->names[i]; i++) {
+        const char *where = word_of(d, n->names[i], text, sizeof text);
+        if (!where) continue;
+        char *end;
+        errno = 0;
+        *out = strtod(text, &end);
+        if (end == text || *end || !isfinite(*out) || *out < n->least || *out > n->most ||
+            (n->whole && *out != floor(*out)))
+            return cg_fail(error, CG_BAD_INPUT, "%s of %s: expected %s %s %g, got \"%s\"", n->names[i], where,
+                           n->whole ? "an integer" : "a number", n->whole ? "from" : "of magnitude below",
+                           n->whole ? n->least : n->most, cg_shown(text).text);
+        return true;
+    }
+    return true;
+}
+
+static bool read_numbers(cg_dump *d, cg_error *error) {
+    double x[NUMBERS];
+    const cg_dump_options *o = d->own->options;
+    if (o->config) {
+        char *data;
+        size_t bytes;
+        json_error_t why;
+        if (!cg_file_read(o->config, 1 << 24, &data, &bytes, error)) return false;
+        d->own->config = json_loadb(data, bytes, JSON_REJECT_DUPLICATES, &why);
+        free(data);
+        if (!d->own->config || !json_is_object(d->own->config))
+            return cg_fail(error, CG_BAD_INPUT, "%s: expected a JSON object, %s", o->config,
+                           d->own->config ? "got another value" : cg_shown(why.text).text);
+    }
+    for (int i = 0; i < NUMBERS; i++)
+        if (!read_number(d, i, &x[i], error)) return false;
+    d->ratio = isnan(x[RATIO]) ? 0 : (int64_t)x[RATIO];
+    d->window = isnan(x[WINDOW]) ? 0 : (int64_t)x[WINDOW];
+    d->topk_asked = isnan(x[TOPK]) ? -1 : (int64_t)x[TOPK];
+    d->scale = x[SCALE];
+    d->coeff = x[COEFF];
+    if (!d->ratio)
+        return cg_fail(error, CG_BAD_INPUT, "ratio is needed (tokens per compressed row): give --ratio N");
+    return true;
+}
+
+/* Support and reduction are settings that every framework has: where the dump says which, that one is expected. */
+static bool read_declared(cg_dump *d, cg_error *error) {
+    char text[CG_CONTRACT_TEXT];
+    d->declared = cg_contract_default();
+    static const char *const sparse_keys[] = {"sparse", "sparse_loss", "use_sparse_loss",
+                                              "dsa_indexer_use_sparse_loss"};
+    for (int i = 0; i < 4; i++) {
+        const char *where = word_of(d, sparse_keys[i], text, sizeof text);
+        if (!where) continue;
+        const bool yes = !strcmp(text, "true") || !strcmp(text, "True") || !strcmp(text, "1");
+        if (!yes && strcmp(text, "false") && strcmp(text, "False") && strcmp(text, "0"))
+            return cg_fail(error, CG_BAD_INPUT, "%s of %s: expected true or false, got \"%s\"", sparse_keys[i],
+                           where, cg_shown(text).text);
+        d->declared.value[CG_AXIS_SUPPORT] = yes ? CG_SUPPORT_IS_SPARSE : CG_SUPPORT_IS_DENSE;
+        break;
+    }
+    if (word_of(d, "reduction", text, sizeof text) && !strcmp(text, "sum"))
+        d->declared.value[CG_AXIS_REDUCTION] = CG_REDUCTION_IS_SUM;
+    const char *contract = metadata(d, "contract");
+    if (contract) d->has_claim = cg_contract_parse(contract, &d->claimed, NULL);
+    return true;
+}
+
+/* ---- layout ---- */
+
+static bool misfit(const cg_dump_array *a, const char *expected, cg_error *error) {
+    char text[96];
+    return cg_fail(error, CG_BAD_INPUT, "%s: %s has shape %s, expected %s", a->file, cg_shown(a->name).text,
+                   cg_shape_text(&a->shape, text, sizeof text), expected);
+}
+
+/* The shape without sizes of 1 that a framework puts in: one batch of packed rows, one head of keys. */
+static bool place(cg_dump_array *a, const char *pattern, const int64_t *size) {
+    int64_t stride[CG_MAX_DIMS], dims[CG_MAX_DIMS + 1];
+    const int wanted = (int)strlen(pattern);
+    int n = a->shape.n_dims, i = 0;
+    int64_t step = 1;
+    int64_t strides[CG_MAX_DIMS];
+    for (int k = n - 1; k >= 0; k--) {
+        strides[k] = step;
+        step *= a->shape.dims[k];
+    }
+    a->batch_stride = a->row_stride = a->head_stride = 0;
+    a->heads = a->width = 1;
+    for (int k = 0; k < n; k++) { /* match from the left; a size of 1 that does not fit is passed over */
+        const int64_t want = i < wanted ? size[(int)pattern[i]] : -2;
+        if (i < wanted && (want == -1 || a->shape.dims[k] == want)) {
+            dims[i] = a->shape.dims[k];
+            stride[i++] = strides[k];
+        } else if (a->shape.dims[k] != 1) {
+            return false;
+        }
+    }
+    if (i < wanted) return false;
+    for (i = 0; i < wanted; i++) switch (pattern[i]) {
+        case 'B':
+            a->batch_stride = stride[i];
+            break;
+        case 'S':
+        case 'n':
+            a->row_stride = stride[i];
+            break;
+        case 'H':
+        case 'G':
+            a->heads = dims[i];
+            a->head_stride = stride[i];
+            break;
+        default:
+            a->width = dims[i];
+        }
+    return true;
+}
+
+/* ... by the first of some patterns that fits. */
+static bool place_any(cg_dump *d, cg_dump_id id, const char *const *patterns, const int64_t *size,
+                      const char *expected, cg_error *error) {
+    if (!cg_dump_has(d, id)) return true;
+    for (int i = 0; patterns[i]; i++)
+        if (place(&d->array[id], patterns[i], size)) return true;
+    for (int i = 0; d->batch == 1 && patterns[i]; i++) { /* one sequence may go without its batch size */
+        char bare[16];
+        int n = 0;
+        for (const char *c = patterns[i]; *c; c++)
+            if (*c != 'B') bare[n++] = *c;
+        bare[n] = 0;
+        if (place(&d->array[id], bare, size)) return true;
+    }
+    return misfit(&d->array[id], expected, error);
+}
+
+/* Packed, or which of the first two sizes of `a` is the batch. */
+static bool find_layout(cg_dump *d, const cg_dump_array *a, cg_error *error) {
+    const cg_dump_options *o = d->own->options;
+    const char *told = o->layout ? o->layout : metadata(d, "layout");
+    const int n = a->shape.n_dims;
+    const int64_t x = a->shape.dims[0], y = n > 1 ? a->shape.dims[1] : 1;
+    char text[96];
+    if (told && strcmp(told, "sbhd") && strcmp(told, "bshd") && strcmp(told, "thd"))
+        return cg_fail(error, CG_BAD_INPUT, "%s: expected sbhd, bshd or thd, got \"%s\"",
+                       o->layout ? "--layout" : "layout", cg_shown(told).text);
+    const int inner = a == &d->array[CG_DUMP_WEIGHTS] ? 1 : 2;
+    if (n != inner + 1 && n != inner + 2)
+        return misfit(a, inner == 2 ? "3 sizes (packed) or 4" : "2 sizes (packed) or 3", error);
+    if (!told) told = n == inner + 1 || cg_dump_has(d, CG_DUMP_CU_SEQLENS) ? "thd" : NULL;
+    if (!told && (x == 1 || y == 1)) told = y == 1 ? "sbhd" : "bshd";
+    if (!told) { /* compressed rows have the same order */
+        const cg_dump_array *k =
+            &d->array[cg_dump_has(d, CG_DUMP_COMPRESSED_KV) ? CG_DUMP_COMPRESSED_KV : CG_DUMP_K_INDEXER];
+        const cg_dump_array *list = &d->array[CG_DUMP_TOPK], *rows = &d->array[CG_DUMP_TARGET];
+        const bool keys = k->name && k->shape.n_dims >= 3;
+        bool s_first = true, b_first = true;
+        if (keys) {
+            s_first &= k->shape.dims[1] == y && k->shape.dims[0] == x / d->ratio;
+            b_first &= k->shape.dims[0] == x && k->shape.dims[1] == y / d->ratio;
+        }
+        for (int i = 0; i < 2;
+             i++, list = rows) /* lists and distributions stand batch first in either layout */
+            if (list->name && list->shape.n_dims == 3 && x != y && s_first && b_first &&
+                list->shape.dims[0] == y && list->shape.dims[1] == x)
+                b_first = false;
+        if (s_first == b_first)
+            return cg_fail(error, CG_BAD_INPUT,
+                           "%s: the order of %s %s cannot be told: give --layout sbhd or bshd", a->file,
+                           cg_shown(a->name).text, cg_shape_text(&a->shape, text, sizeof text));
+        told = s_first ? "sbhd" : "bshd";
+    }
+    d->layout = !strcmp(told, "thd") ? "thd" : !strcmp(told, "sbhd") ? "sbhd" : "bshd";
+    const bool packed = !strcmp(told, "thd"), s_first = !strcmp(told, "sbhd");
+    if (packed && n == inner + 2 && x != 1 && y != 1)
+        return misfit(a, "packed rows, that is one size less", error);
+    if (!packed && n == inner + 1) return misfit(a, "a batch size as well (or --layout thd)", error);
+    d->S = packed ? (n == inner + 1 || y == 1 ? x : y) : s_first ? x : y;
+    d->batch = packed ? 1 : s_first ? y : x;
+    d->T = d->S * d->batch;
+    return true;
+}
+
+static int64_t last_size(const cg_dump_array *a) {
+    return a->shape.n_dims ? a->shape.dims[a->shape.n_dims - 1] : 1;
+}
+static int64_t size_before_last(const cg_dump_array *a) {
+    return a->shape.n_dims > 1 ? a->shape.dims[a->shape.n_dims - 2] : 1;
+}
+
+static bool expect_kind(const cg_dump_array *a, bool integers, cg_error *error) {
+    const bool is = a->dtype == CG_I32 || a->dtype == CG_I64 || a->dtype == CG_U8;
+    if (!a->name || is == integers) return true;
+    return cg_fail(error, CG_BAD_INPUT, "%s: %s has elements %s, expected %s", a->file, cg_shown(a->name).text,
+                   cg_dtype_name(a->dtype), integers ? "i32 or i64" : "f32, f64, bf16 or f16");
+}
+
+static bool place_arrays(cg_dump *d, cg_error *error) {
+    static const cg_dump_id integers[] = {CG_DUMP_TOPK,    CG_DUMP_ATTN_TOPK,     CG_DUMP_CU_SEQLENS,
+                                          CG_DUMP_CU_REAL, CG_DUMP_CU_COMPRESSED, CG_DUMP_VALID_ROWS};
+    for (int id = 0; id < CG_DUMP_ARRAYS; id++) {
+        bool whole = false;
+        for (int i = 0; i < 6; i++) whole |= (cg_dump_id)id == integers[i];
+        if (!expect_kind(&d->array[id], whole, error)) return false;
+    }
+    const cg_dump_array *query = &d->array[CG_DUMP_QUERY], *index = &d->array[CG_DUMP_Q_INDEXER];
+    if (!query->name && !index->name)
+        return cg_fail(error, CG_BAD_INPUT,
+                       "%s: neither query nor q_indexer is there, so nothing of CSA can be judged; name "
+                       "them with --map",
+                       d->own->options->paths[0]);
+    if (!find_layout(d, query->name ? query : index, error)) return false;
+    d->H = query->name ? size_before_last(query) : 0;
+    d->D = query->name ? last_size(query) : 0;
+    d->Hi = index->name ? size_before_last(index) : 0;
+    d->Di = index->name ? last_size(index) : 0;
+    d->K = cg_dump_has(d, CG_DUMP_TOPK) ? last_size(&d->array[CG_DUMP_TOPK]) : d->topk_asked;
+
+    int64_t size[128];
+    for (int i = 0; i < 128; i++) size[i] = -1;
+    size['S'] = d->S;
+    size['B'] = d->batch;
+    size['H'] = d->H ? d->H : -1;
+    size['D'] = d->D ? d->D : -1;
+    size['G'] = d->Hi ? d->Hi : -1;
+    size['E'] = d->Di ? d->Di : -1;
+    const bool packed = !strcmp(d->layout, "thd"), s_first = !strcmp(d->layout, "sbhd");
+    char sizes[160];
+    snprintf(sizes, sizeof sizes,
+             "layout %s of %lld rows, %lld sequences, %lld heads of %lld, %lld index heads of %lld", d->layout,
+             (long long)d->S, (long long)d->batch, (long long)d->H, (long long)d->D, (long long)d->Hi,
+             (long long)d->Di);
+    const struct {
+        cg_dump_id id;
+        const char *packed[3], *s_first[5], *b_first[5];
+    } forms[] = {
+        {CG_DUMP_Q_INDEXER, {"SGE"}, {"SBGE"}, {"BSGE"}},
+        {CG_DUMP_WEIGHTS, {"SG"}, {"SBG"}, {"BSG"}},
+        {CG_DUMP_QUERY, {"SHD"}, {"SBHD"}, {"BSHD"}},
+        {CG_DUMP_KV, {"SD"}, {"SBD"}, {"BSD"}},
+        {CG_DUMP_DOUT, {"SHD"}, {"SBHD"}, {"BSHD"}},
+        {CG_DUMP_OUTPUT, {"SHD"}, {"SBHD"}, {"BSHD"}},
+        {CG_DUMP_K_INDEXER, {"nE"}, {"nBE"}, {"BnE"}},
+        {CG_DUMP_COMPRESSED_KV, {"nD"}, {"nBD"}, {"BnD"}},
+        {CG_DUMP_TOPK, {"SK"}, {"BSK", "SBK"}, {"BSK", "SBK"}},
+        {CG_DUMP_ATTN_TOPK, {"SK"}, {"BSK", "SBK"}, {"BSK", "SBK"}},
+        {CG_DUMP_SCORES, {"SN"}, {"BSN", "SBN"}, {"BSN", "SBN"}},
+        {CG_DUMP_TARGET, {"SN"}, {"BSN", "SBN"}, {"BSN", "SBN"}},
+        {CG_DUMP_LOG_PREDICT, {"SN"}, {"BSN", "SBN"}, {"BSN", "SBN"}},
+        {CG_DUMP_PREDICT, {"SN"}, {"BSN", "SBN"}, {"BSN", "SBN"}},
+        {CG_DUMP_KL, {"S"}, {"BS", "SB"}, {"BS", "SB"}},
+        {CG_DUMP_VALID_ROWS, {"S"}, {"BS", "SB"}, {"BS", "SB"}},
+        {CG_DUMP_LSE, {"HS", "SH"}, {"BHS", "BSH", "SBH"}, {"BHS", "BSH"}},
+        {CG_DUMP_WINDOW_LSE, {"HS", "SH"}, {"BHS", "BSH", "SBH"}, {"BHS", "BSH"}},
+        {CG_DUMP_SINK, {"H"}, {"H"}, {"H"}},
+        {CG_DUMP_GRAD_SINK, {"H"}, {"H"}, {"H"}},
+        {CG_DUMP_GRAD_Q_INDEXER, {"SGE"}, {"SBGE"}, {"BSGE"}},
+        {CG_DUMP_GRAD_WEIGHTS, {"SG"}, {"SBG"}, {"BSG"}},
+        {CG_DUMP_GRAD_K_INDEXER, {"nE"}, {"nBE"}, {"BnE"}},
+        {CG_DUMP_GRAD_QUERY, {"SHD"}, {"SBHD"}, {"BSHD"}},
+        {CG_DUMP_GRAD_KV, {"SD"}, {"SBD"}, {"BSD"}},
+        {CG_DUMP_GRAD_COMPRESSED_KV, {"nD"}, {"nBD"}, {"BnD"}},
+        {CG_DUMP_LOSS, {""}, {""}, {""}},
+        {CG_DUMP_CU_SEQLENS, {"b"}, {"b"}, {"b"}},
+        {CG_DUMP_CU_REAL, {"b"}, {"b"}, {"b"}},
+        {CG_DUMP_CU_COMPRESSED, {"b"}, {"b"}, {"b"}},
+    };
+    size['B'] = packed ? 1 : d->batch;
+    for (size_t i = 0; i < sizeof forms / sizeof *forms; i++) {
+        const char *const *patterns = packed ? forms[i].packed : s_first ? forms[i].s_first : forms[i].b_first;
+        if (!place_any(d, forms[i].id, patterns, size, sizes, error)) return false;
+        const cg_dump_array *a = &d->array[forms[i].id];
+        if (!a->name) continue;
+        if (forms[i].id == CG_DUMP_K_INDEXER ||
+            forms[i].id == CG_DUMP_COMPRESSED_KV) { /* the second one must agree */
+            const int64_t row = a->width * d->batch, n = row > 0 ? cg_shape_count(&a->shape) / row : 0;
+            d->keys_per_sequence = n;
+            size['n'] = n;
+        }
+    }
+    if (cg_dump_has(d, CG_DUMP_SINK)) { /* a vector: one part */
+        cg_dump_array *a = &d->array[CG_DUMP_SINK];
+        *a = (cg_dump_array){.name = a->name,
+                             .file = a->file,
+                             .dtype = a->dtype,
+                             .shape = a->shape,
+                             .data = a->data,
+                             .heads = 1,
+                             .width = d->H};
+    }
+    if (cg_dump_has(d, CG_DUMP_GRAD_SINK)) {
+        cg_dump_array *a = &d->array[CG_DUMP_GRAD_SINK];
+        *a = (cg_dump_array){.name = a->name,
+                             .file = a->file,
+                             .dtype = a->dtype,
+                             .shape = a->shape,
+                             .data = a->data,
+                             .heads = 1,
+                             .width = d->H};
+    }
+    return true;
+}
+
+/* ---- segments ---- */
+
+static bool read_offsets(const cg_dump *d, cg_dump_id id, int64_t n, int64_t most, int64_t *out,
+                         cg_error *error) {
+    const cg_dump_array *a = &d->array[id];
+    if (a->width != n)
+        return cg_fail(error, CG_BAD_INPUT, "%s: %s has %lld entries, expected %lld", a->file,
+                       cg_shown(a->name).text, (long long)a->width, (long long)n);
+    for (int64_t i = 0; i < n; i++) {
+        out[i] = integer(a, i);
+        if (i == 0 && out[0] != 0)
+            return cg_fail(error, CG_BAD_INPUT, "%s: %s[0] is %lld, expected 0", a->file,
+                           cg_shown(a->name).text, (long long)out[0]);
+        if (i > 0 && out[i] < out[i - 1])
+            return cg_fail(error, CG_BAD_INPUT,
+                           "%s: %s[%lld] is %lld, expected at least %lld, the entry before", a->file,
+                           cg_shown(a->name).text, (long long)i, (long long)out[i], (long long)out[i - 1]);
+        if (out[i] > most)
+            return cg_fail(error, CG_BAD_INPUT, "%s: %s[%lld] is %lld, but there are %lld rows", a->file,
+                           cg_shown(a->name).text, (long long)i, (long long)out[i], (long long)most);
+    }
+    return true;
+}
+
+static bool make_segments(cg_dump *d, cg_error *error) {
+    const bool packed = !strcmp(d->layout, "thd"), told = packed && cg_dump_has(d, CG_DUMP_CU_SEQLENS);
+    if (told && d->array[CG_DUMP_CU_SEQLENS].width < 1)
+        return misfit(&d->array[CG_DUMP_CU_SEQLENS], "at least one entry, 0", error);
+    d->B = told ? d->array[CG_DUMP_CU_SEQLENS].width - 1 : packed ? 1 : d->batch;
+    if (packed && !told && d->keys_per_sequence && d->keys_per_sequence != d->T / d->ratio)
+        return cg_fail(error, CG_BAD_INPUT,
+                       "cu_seqlens_q is needed: %lld compressed rows are not those of one segment of "
+                       "%lld tokens at ratio %lld",
+                       (long long)d->keys_per_sequence, (long long)d->T, (long long)d->ratio);
+    const size_t n = (size_t)d->B + 2;
+    int64_t *block = calloc(6 * n + (size_t)d->T, sizeof *block);
+    if (!block) return cg_fail(error, CG_FAILED, "out of memory for %lld segments", (long long)d->B);
+    d->start = block;
+    d->real = block + n;
+    d->physical = block + 2 * n;
+    d->first_key = block + 3 * n;
+    d->n_keys = block + 4 * n;
+    int64_t *offsets = block + 5 * n;
+    d->segment = block + 6 * n;
+    if (told) {
+        if (!read_offsets(d, CG_DUMP_CU_SEQLENS, d->B + 1, d->T, offsets, error)) return false;
+    } else {
+        for (int64_t b = 0; b <= d->B; b++) offsets[b] = b * d->S;
+    }
+    for (int64_t b = 0; b < d->B; b++) {
+        d->start[b] = offsets[b];
+        d->real[b] = d->physical[b] = offsets[b + 1] - offsets[b];
+        d->n_keys[b] = d->physical[b] / d->ratio;
+        d->N = d->n_keys[b] > d->N ? d->n_keys[b] : d->N;
+    }
+    for (int64_t t = 0; t < d->T; t++) d->segment[t] = -1;
+    for (int64_t b = 0; b < d->B; b++)
+        for (int64_t p = 0; p < d->physical[b]; p++) d->segment[d->start[b] + p] = b;
+
+    if (packed && cg_dump_has(d, CG_DUMP_CU_REAL)) {
+        const cg_dump_array *a = &d->array[CG_DUMP_CU_REAL];
+        if (!read_offsets(d, CG_DUMP_CU_REAL, d->B + 1, d->T, offsets, error)) return false;
+        for (int64_t b = 0; b < d->B; b++) {
+            d->real[b] = offsets[b + 1] - offsets[b];
+            if (d->real[b] > d->physical[b])
+                return cg_fail(error, CG_BAD_INPUT, "%s: %s gives segment %lld %lld real rows, but it has %lld",
+                               a->file, cg_shown(a->name).text, (long long)b, (long long)d->real[b],
+                               (long long)d->physical[b]);
+        }
+    } else if (cg_dump_has(d, CG_DUMP_VALID_ROWS)) {
+        const cg_dump_array *a = &d->array[CG_DUMP_VALID_ROWS];
+        for (int64_t b = 0; b < d->B; b++) {
+            bool ended = false;
+            d->real[b] = 0;
+            for (int64_t p = 0; p < d->physical[b]; p++) {
+                const int64_t t = d->start[b] + p;
+                const bool real = integer(a, t / d->S * a->batch_stride + t % d->S * a->row_stride) != 0;
+                if (real && ended)
+                    return cg_fail(error, CG_BAD_INPUT,
+                                   "%s: %s has a real row (segment %lld, position %lld) behind padding: "
+                                   "real rows must come first",
+                                   a->file, cg_shown(a->name).text, (long long)b, (long long)p);
+                ended |= !real;
+                d->real[b] += real;
+            }
+        }
+    }
+
+    /* compressed rows */
+    const int64_t there = d->keys_per_sequence;
+    if (packed) {
+        for (int64_t b = 0; b < d->B; b++) d->first_key[b + 1] = d->first_key[b] + d->n_keys[b];
+        d->C = d->first_key[d->B];
+        if (cg_dump_has(d, CG_DUMP_CU_COMPRESSED)) {
+            const cg_dump_array *a = &d->array[CG_DUMP_CU_COMPRESSED];
+            if (!read_offsets(d, CG_DUMP_CU_COMPRESSED, d->B + 1, there ? there : INT64_MAX, offsets, error))
+                return false;
+            for (int64_t b = 0; b < d->B; b++)
+                if (offsets[b + 1] - offsets[b] != d->n_keys[b])
+                    return cg_fail(error, CG_BAD_INPUT,
+                                   "%s: %s gives segment %lld %lld compressed rows, expected %lld: %lld "
+                                   "tokens at ratio %lld",
+                                   a->file, cg_shown(a->name).text, (long long)b,
+                                   (long long)(offsets[b + 1] - offsets[b]), (long long)d->n_keys[b],
+                                   (long long)d->physical[b], (long long)d->ratio);
+        }
+    } else {
+        for (int64_t b = 0; b < d->B; b++) d->first_key[b] = b * (there ? there : d->N);
+        d->C = d->B * (there ? there : d->N);
+    }
+    const int64_t needed = packed ? d->C : d->N;
+    static const cg_dump_id keys[] = {CG_DUMP_K_INDEXER, CG_DUMP_COMPRESSED_KV};
+    for (int i = 0; i < 2; i++) {
+        const cg_dump_array *a = &d->array[keys[i]];
+        if (a->name && there < needed)
+            return cg_fail(error, CG_BAD_INPUT, "%s: %s has %lld compressed rows, expected %lld at ratio %lld",
+                           a->file, cg_shown(a->name).text, (long long)there, (long long)needed,
+                           (long long)d->ratio);
+    }
+    return true;
+}
+
+/* [T, N] tensors: whose columns are they? */
+static bool place_columns(cg_dump *d, cg_error *error) {
+    static const cg_dump_id ids[] = {CG_DUMP_SCORES, CG_DUMP_TARGET, CG_DUMP_LOG_PREDICT, CG_DUMP_PREDICT};
+    for (int i = 0; i < 4; i++) {
+        const cg_dump_array *a = &d->array[ids[i]];
+        const bool packed = d->batch == 1 && !strcmp(d->layout, "thd");
+        if (!a->name) continue;
+        int form;
+        const int64_t local = packed || !d->keys_per_sequence ? d->N : d->keys_per_sequence;
+        if (packed && (a->width == d->C || a->width == d->keys_per_sequence))
+            form = COLUMNS_PACKED;
+        else if (a->width == local || a->width == d->N)
+            form = COLUMNS_LOCAL;
+        else if (cg_dump_has(d, CG_DUMP_TOPK) && a->width == d->K)
+            form = COLUMNS_SLOTS;
+        else
+            return cg_fail(error, CG_BAD_INPUT, "%s: %s has %lld columns, expected %lld compressed rows%s",
+                           a->file, cg_shown(a->name).text, (long long)a->width,
+                           (long long)(packed ? d->C : local),
+                           cg_dump_has(d, CG_DUMP_TOPK) ? " or one per slot of topk" : "");
+        d->own->columns[ids[i]] = form;
+    }
+    return true;
+}
+
+/* ---- values ---- */
+
+/* What lists count from, and that they stay within the segment. */
+static bool check_lists(cg_dump *d, cg_error *error) {
+    static const cg_dump_id ids[] = {CG_DUMP_TOPK, CG_DUMP_ATTN_TOPK};
+    const char *told = d->own->options->index ? d->own->options->index : metadata(d, "index");
+    bool fits[2] = {true, true}, sees[2] = {true, true}, differ = false;
+    for (int i = 0; i < 2; i++) {
+        const cg_dump_array *a = &d->array[ids[i]];
+        for (int64_t t = 0; a->name && t < d->T; t++) {
+            const int64_t s = d->segment[t], at = t / d->S * a->batch_stride + t % d->S * a->row_stride;
+            for (int64_t k = 0; s >= 0 && k < a->width; k++) {
+                const int64_t x = integer(a, at + k), y = x - d->first_key[s];
+                if (x < 0) continue;
+                const int64_t visible = cg_dump_visible(d, t);
+                fits[CG_INDEX_LOCAL] &= x < d->n_keys[s];
+                fits[CG_INDEX_GLOBAL] &= y >= 0 && y < d->n_keys[s];
+                sees[CG_INDEX_LOCAL] &= x < visible;
+                sees[CG_INDEX_GLOBAL] &= y >= 0 && y < visible;
+                differ |= d->first_key[s] != 0;
+            }
+        }
+    }
+    if (told && strcmp(told, "local") && strcmp(told, "global"))
+        return cg_fail(error, CG_BAD_INPUT, "%s: expected local or global, got \"%s\"",
+                       d->own->options->index ? "--index" : "index", cg_shown(told).text);
+    d->index_told = true;
+    if (told)
+        d->index = !strcmp(told, "global") ? CG_INDEX_GLOBAL : CG_INDEX_LOCAL;
+    else if (!differ || fits[0] != fits[1] || sees[0] != sees[1])
+        d->index =
+            differ && (fits[0] != fits[1] ? fits[1] : sees[1] && !sees[0]) ? CG_INDEX_GLOBAL : CG_INDEX_LOCAL;
+    else if (fits[0])
+        return cg_fail(error, CG_BAD_INPUT,
+                       "the index lists may count from the segment or from the whole array: give "
+                       "--index local or global");
+    for (int i = 0; i < 2 && !fits[d->index]; i++) {
+        const cg_dump_array *a = &d->array[ids[i]];
+        for (int64_t t = 0; a->name && t < d->T; t++) {
+            const int64_t s = d->segment[t], at = t / d->S * a->batch_stride + t % d->S * a->row_stride;
+            for (int64_t k = 0; s >= 0 && k < a->width; k++) {
+                const int64_t x = integer(a, at + k), first = d->index == CG_INDEX_GLOBAL ? d->first_key[s] : 0;
+                if (x >= 0 && (x < first || x >= first + d->n_keys[s]))
+                    return cg_fail(error, CG_BAD_INPUT,
+                                   "%s: %s of segment %lld, position %lld, slot %lld is %lld, expected -1 "
+                                   "or %lld to %lld",
+                                   a->file, cg_shown(a->name).text, (long long)s, (long long)(t - d->start[s]),
+                                   (long long)k, (long long)x, (long long)first,
+                                   (long long)(first + d->n_keys[s] - 1));
+            }
+        }
+    }
+    return true;
+}
+
+static bool not_finite(const cg_dump *d, cg_dump_id id, int64_t segment, int64_t place, bool key,
+                       const double *x, int64_t n, cg_error *error) {
+    const cg_dump_array *a = &d->array[id];
+    for (int64_t i = 0; i < n; i++)
+        if (!isfinite(x[i]))
+            return !cg_fail(error, CG_BAD_INPUT,
+                            "%s: %s of segment %lld, %s %lld, element %lld is %s, expected a finite number",
+                            a->file, cg_shown(a->name).text, (long long)segment,
+                            key ? "compressed row" : "position", (long long)place, (long long)i,
+                            isnan(x[i]) ? "NaN" : "infinite");
+    return false;
+}
+
+/* Inputs that real rows read. Padding may hold anything. */
+static bool check_values(const cg_dump *d, cg_error *error) {
+    static const cg_dump_id rows[] = {CG_DUMP_QUERY, CG_DUMP_Q_INDEXER, CG_DUMP_WEIGHTS,
+                                      CG_DUMP_KV,    CG_DUMP_DOUT,      CG_DUMP_WINDOW_LSE};
+    static const cg_dump_id keys[] = {CG_DUMP_COMPRESSED_KV, CG_DUMP_K_INDEXER};
+    for (int i = 0; i < 6; i++) {
+        const cg_dump_array *a = &d->array[rows[i]];
+        if (!a->name) continue;
+        int64_t bad = d->T;
+        const int64_t n = a->heads * a->width;
+        if (rows[i] == CG_DUMP_WINDOW_LSE && cg_dump_has(d, CG_DUMP_KV)) continue; /* an output then */
+#pragma omp parallel reduction(min : bad)
+        {
+            double *x = malloc((size_t)(n + 1) * sizeof *x);
+#pragma omp for schedule(static)
+            for (int64_t t = 0; t < d->T; t++) {
+                if (!x || !cg_dump_is_real(d, t) || t >= bad) continue;
+                cg_dump_row(d, rows[i], t, x);
+                double sum = 0;
+                for (int64_t k = 0; k < n; k++) sum += x[k] * 0;
+                if (sum != 0 && t < bad) bad = t;
+            }
+            free(x);
+        }
+        if (bad == d->T) continue;
+        double *x = malloc((size_t)(n + 1) * sizeof *x);
+        if (!x) return cg_fail(error, CG_FAILED, "out of memory for a row");
+        const int64_t s = d->segment[bad];
+        cg_dump_row(d, rows[i], bad, x);
+        const bool said = not_finite(d, rows[i], s, bad - d->start[s], false, x, n, error);
+        free(x);
+        if (said) return false;
+    }
+    for (int i = 0; i < 2; i++) {
+        const cg_dump_array *a = &d->array[keys[i]];
+        double *x = a->name ? malloc((size_t)(a->heads * a->width + 1) * sizeof *x) : NULL;
+        for (int64_t s = 0; x && s < d->B; s++)
+            for (int64_t j = 0; j < d->real[s] / d->ratio; j++) {
+                cg_dump_key(d, keys[i], s, j, x);
+                if (not_finite(d, keys[i], s, j, true, x, a->heads * a->width, error)) {
+                    free(x);
+                    return false;
+                }
+            }
+        free(x);
+    }
+    if (cg_dump_has(d, CG_DUMP_SINK)) {
+        const cg_dump_array *a = &d->array[CG_DUMP_SINK];
+        for (int64_t h = 0; h < d->H; h++) {
+            double x;
+            convert(a->dtype, a->data, h, 1, &x);
+            if (isnan(x) || x == INFINITY)
+                return cg_fail(error, CG_BAD_INPUT, "%s: %s of head %lld is %s, expected a number or -inf",
+                               a->file, cg_shown(a->name).text, (long long)h, isnan(x) ? "NaN" : "infinite");
+        }
+    }
+    return true;
+}
+
+static bool read_lse_form(cg_dump *d, cg_error *error) {
+    const char *told = d->own->options->lse, *base = metadata(d, "lse_base");
+    d->lse_has_sink = -1;
+    if (told) {
+        d->lse_base = told[0] == '2' ? 2 : exp(1);
+        if ((told[0] != 'e' && told[0] != '2') || (told[1] && strcmp(told + 1, "-no-sink")))
+            return cg_fail(error, CG_BAD_INPUT, "--lse: expected e, 2, e-no-sink or 2-no-sink, got \"%s\"",
+                           cg_shown(told).text);
+        d->lse_has_sink = !told[1];
+    } else if (base) {
+        d->lse_base = !strcmp(base, "2") ? 2 : !strcmp(base, "e") ? exp(1) : 0;
+    }
+    return true;
+}
+
+/* ---- open and close ---- */
+
+cg_dump *cg_dump_open(const cg_dump_options *options, cg_error *error) {
+    cg_dump *d = calloc(1, sizeof *d);
+    struct cg_dump_private *own = calloc(1, sizeof *own);
+    if (!d || !own) {
+        free(d);
+        free(own);
+        cg_fail(error, CG_FAILED, "out of memory for a dump");
+        return NULL;
+    }
+    d->own = own;
+    own->options = options;
+    if (open_files(d, options, error) && apply_maps(d, options, error)) {
+        const bool numbers_fine = read_numbers(d, error);
+        if (numbers_fine) {
+            find_tensors(d);
+            if (read_declared(d, error) && place_arrays(d, error) && make_segments(d, error) &&
+                place_columns(d, error) && check_lists(d, error) && check_values(d, error) &&
+                read_lse_form(d, error))
+                return d;
+        }
+    }
+    cg_dump_close(d);
+    return NULL;
+}
+
+void cg_dump_close(cg_dump *d) {
+    if (!d) return;
+    for (int i = 0; i < d->own->n_archives; i++) cg_archive_close(d->own->archives[i]);
+    free(d->own->archives);
+    free(d->own->list);
+    free(d->own->unused);
+    json_decref(d->own->config);
+    free(d->own);
+    free(d->start);
+    free(d);
+}
