@@ -158,7 +158,7 @@ static bool allocate(work *w) {
             int64_t first = i * n / used, end = (i + 1) * n / used;
             int64_t entry = first + cg_random_below(2, 1, (uint64_t)i, end - first);
             if (!isfinite(x[entry])) continue; /* -inf marks an absent score: there is no point beside it */
-            double h = (check->step > 0 ? check->step : 1e-5) * fmax(1, fabs(x[entry]));
+            double h = (check->step > 0 ? check->step : 1e-5) * fmax(1, sqrt(fabs(x[entry])));
             w->columns[c++] = (column){k, entry, h};
         }
     }

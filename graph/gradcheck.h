@@ -19,7 +19,7 @@ typedef struct cg_gradcheck {
     cg_value *const *wrt, *const *grads;
     bool full_jacobian;  /* one output entry at a time, besides the one random output gradient */
     int64_t max_entries; /* per leaf, one of each stretch; 0: all */
-    double step;         /* 0: 1e-5, times max(1, |x|) */
+    double step;         /* 0: 1e-5, times max(1, sqrt |x|) */
     double tolerance;    /* 0: 1e-6 */
 } cg_gradcheck;
 
