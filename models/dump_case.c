@@ -113,8 +113,7 @@ void cg_dump_case_free(cg_dump_case *c) {
 /* ---- rounding ---- */
 
 uint16_t cg_to_bf16(double x) {
-    /* by way of f32 a double could be rounded twice; inputs that came from f32 or f64 alike end up at most one
-     * half-way case away, which is a value like any other here */
+    /* by way of f32, so a double next to a half-way case may go the other way */
     float f = (float)x;
     uint32_t bits;
     memcpy(&bits, &f, sizeof bits);

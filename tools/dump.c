@@ -237,11 +237,11 @@ static void report(const arguments *a, const char *program, const cg_dump_case *
     char text[CG_CONTRACT_TEXT];
     cg_contract_text(&contracts->value, text, sizeof text);
     if (!a->json) {
-        printf(
-            "%s: %s: %lld rows in %lld segments, %lld compressed rows, %lld heads, %lld selected at most, loss "
-            "%.9g nats under %s\n",
-            program, a->out, (long long)c->n_rows, (long long)c->n_segments, (long long)c->n_compressed,
-            (long long)c->n_heads, (long long)r->width, r->loss, text);
+        printf("%s: %s: %lld rows in %lld segment%s, %lld compressed rows, %lld heads, %lld selected at most, "
+               "loss "
+               "%.9g nats under %s\n",
+               program, a->out, (long long)c->n_rows, (long long)c->n_segments, c->n_segments == 1 ? "" : "s",
+               (long long)c->n_compressed, (long long)c->n_heads, (long long)r->width, r->loss, text);
         return;
     }
     json_t *line = json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:f, s:s}", "file", a->out, "rows",
