@@ -1,0 +1,187 @@
+/* csagrad info from outside: S41, S42 and S43 as a user meets them, lists, JSON, exit codes. */
+#include <check.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <jansson.h>
+
+static char folder[] = "/tmp/csagrad_info_XXXXXX";
+
+typedef struct outcome {
+    int code;
+    char out[8192], err[8192];
+} outcome;
+
+static void put(const char *name, const void *bytes, size_t n) {
+    char path[200];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *file = fopen(path, "wb");
+    ck_assert_ptr_nonnull(file);
+    ck_assert_uint_eq(fwrite(bytes, 1, n, file), n);
+    ck_assert_int_eq(fclose(file), 0);
+}
+
+static void slurp(const char *name, char *text, size_t room) {
+    char path[200];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *file = fopen(path, "rb");
+    ck_assert_ptr_nonnull(file);
+    text[fread(text, 1, room - 1, file)] = 0;
+    fclose(file);
+}
+
+static outcome info(const char *arguments) {
+    outcome o = {0};
+    char command[600];
+    snprintf(command, sizeof command, "cd %s && '%s' info %s >out 2>err", folder, CSAGRAD_PROGRAM, arguments);
+    int status = system(command);
+    ck_assert(WIFEXITED(status));
+    o.code = WEXITSTATUS(status);
+    slurp("out", o.out, sizeof o.out);
+    slurp("err", o.err, sizeof o.err);
+    return o;
+}
+
+/* Exit code 2, nothing on stdout, and one line with these words on stderr; the same with --json. */
+static void expect_refused(const char *arguments, const char *words) {
+    for (int json = 0; json < 2; json++) {
+        char with[300];
+        snprintf(with, sizeof with, "%s%s", arguments, json ? " --json" : "");
+        outcome o = info(with);
+        ck_assert_msg(o.code == 2, "%s: exit code %d, %s", arguments, o.code, o.err);
+        ck_assert_str_eq(o.out, "");
+        ck_assert_msg(!strncmp(o.err, "csagrad info: ", 14), "%s", o.err);
+        ck_assert_msg(strstr(o.err, words) != NULL, "'%s' is not in: %s", words, o.err);
+        ck_assert_ptr_eq(strchr(o.err, '\n'), o.err + strlen(o.err) - 1);
+    }
+}
+
+/* Header length and header as the reports give them, then n_data bytes of 0. */
+static void put_safetensors(const char *name, int length, const char *header, size_t n_data) {
+    char bytes[512] = {(char)length};
+    size_t n = strlen(header);
+    ck_assert_uint_eq(n, (size_t)length);
+    memcpy(bytes + 8, header, n);
+    put(name, bytes, 8 + n + n_data);
+}
+
+START_TEST(reported_safetensors) {
+    put_safetensors(
+        "s41", 107,
+        "{\"a\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,4]},\"a\":{\"dtype\":\"F32\",\"shape\":"
+        "[1],\"data_offsets\":[4,8]}}",
+        8);
+    expect_refused("s41", "s41: the name 'a' is repeated");
+    put_safetensors("s42", 62, "{\"t\":{\"dtype\":\"F32\",\"shape\":[1000,1000],\"data_offsets\":[0,4]}}", 4);
+    expect_refused(
+        "s42", "s42: tensor 't': shape [1000, 1000] of F32 has 4000000 bytes, but data_offsets [0, 4] have 4");
+    put_safetensors("s42b", 58, "{\"t\":{\"dtype\":\"F32\",\"shape\":[1],\"data_offsets\":[0,65536]}}", 4);
+    expect_refused("s42b",
+                   "s42b: tensor 't': shape [1] of F32 has 4 bytes, but data_offsets [0, 65536] have 65536");
+}
+END_TEST
+
+/* An npy file of version 1 whose header is the dict and a newline. */
+static void put_npy(const char *name, const char *dict, const void *data, size_t n) {
+    char bytes[512] = "\x93NUMPY\1\0";
+    size_t length = strlen(dict);
+    bytes[8] = (char)(length + 1);
+    memcpy(bytes + 10, dict, length);
+    bytes[10 + length] = '\n';
+    memcpy(bytes + 11 + length, data, n);
+    put(name, bytes, 11 + length + n);
+}
+
+START_TEST(reported_npy) {
+    put_npy("big.npy", "{'descr': '>f4', 'fortran_order': False, 'shape': (2,)}", "\x3f\x80\0\0\x40\0\0\0", 8);
+    outcome o = info("big.npy --values 5");
+    ck_assert_int_eq(o.code, 0);
+    ck_assert_str_eq(o.err, "");
+    ck_assert_str_eq(o.out, "npy, 1 tensor\n\n"
+                            "name  dtype  shape  bytes\n"
+                            "-------------------------\n"
+                            "big   f32    [2]        8\n\n"
+                            "big: 1 2\n");
+    put_npy("f.npy", "{'descr': '<f4', 'fortran_order': False, 'shape': (4294967296, 4294967296)}", "12345678",
+            8);
+    expect_refused("f.npy", "f.npy: the bytes of shape [4294967296, 4294967296] of f32 do not fit 64 bits");
+    put_npy("g.npy", "{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", "12345678", 8);
+    expect_refused("g.npy", "g.npy: holds Python objects");
+    put("e.npy", "\x93NUMPY\1\0\xff\x7f{}", 12);
+    expect_refused("e.npy", "e.npy: claims 32777 bytes up to the end of its npy header, but has 12");
+    put_npy("none.npy", "{'descr': '<f8', 'fortran_order': False, 'shape': (0, 4)}", "", 0);
+    o = info("none.npy --values 5");
+    ck_assert_int_eq(o.code, 0);
+    ck_assert_ptr_nonnull(strstr(o.out, "none  f64    [0, 4]      0"));
+    put_npy("nan.npy", "{'descr': '<f8', 'fortran_order': False, 'shape': (2,)}",
+            "\0\0\0\0\0\0\xf8\x7f\0\0\0\0\0\0\xf0\x3f", 16);
+    o = info("nan.npy --values 1 --json");
+    ck_assert_int_eq(o.code, 0);
+    json_t *root = json_loads(o.out, JSON_REJECT_DUPLICATES, NULL);
+    json_t *values = json_object_get(json_array_get(json_object_get(root, "tensors"), 0), "values");
+    ck_assert_uint_eq(json_array_size(values), 1);
+    ck_assert(json_is_null(json_array_get(values, 0)));
+    json_decref(root);
+}
+END_TEST
+
+START_TEST(lists) {
+    outcome o = info(TEST_DATA_DIR "/sbhd_sparse_mean.safetensors --json");
+    ck_assert_int_eq(o.code, 0);
+    json_t *root = json_loads(o.out, JSON_REJECT_DUPLICATES, NULL);
+    ck_assert_ptr_nonnull(root);
+    ck_assert_str_eq(json_string_value(json_object_get(root, "format")), "safetensors");
+    json_t *metadata = json_object_get(root, "metadata"), *tensors = json_object_get(root, "tensors");
+    ck_assert_str_eq(json_string_value(json_object_get(metadata, "layout")), "sbhd");
+    json_int_t bytes = 0;
+    for (size_t i = 0; i < json_array_size(tensors); i++) {
+        json_t *t = json_array_get(tensors, i);
+        bytes += json_integer_value(json_object_get(t, "bytes"));
+        if (!strcmp(json_string_value(json_object_get(t, "name")), "in.sink")) {
+            ck_assert_str_eq(json_string_value(json_object_get(t, "dtype")), "f32");
+            ck_assert_uint_eq(json_array_size(json_object_get(t, "shape")), 1);
+        }
+    }
+    ck_assert_int_gt(bytes, 200000);
+    json_decref(root);
+    o = info(TEST_DATA_DIR "/sbhd_sparse_mean.safetensors");
+    ck_assert_int_eq(o.code, 0);
+    ck_assert_ptr_nonnull(strstr(o.out, "\nmetadata\n"));
+    ck_assert_ptr_nonnull(strstr(o.out, "layout = sbhd\n"));
+}
+END_TEST
+
+START_TEST(usage) {
+    expect_refused("", "a file is needed");
+    expect_refused("one two", "one file is wanted, got \"two\" as well");
+    expect_refused("absent", "absent: cannot be opened: No such file");
+    expect_refused("--values=-1 x", "--values must be an integer from 0 to 1000");
+    expect_refused("--vales=1 x", "did you mean --values");
+    expect_refused(".", ".: is a folder, not a file");
+    outcome o = info("--help");
+    ck_assert_int_eq(o.code, 0);
+    ck_assert_ptr_nonnull(strstr(o.out, "FILE"));
+}
+END_TEST
+
+int main(void) {
+    if (!mkdtemp(folder)) return EXIT_FAILURE;
+    Suite *suite = suite_create("tools_info");
+    TCase *tcase = tcase_create("tools_info");
+    tcase_set_timeout(tcase, 120);
+    suite_add_tcase(suite, tcase);
+    tcase_add_test(tcase, reported_safetensors);
+    tcase_add_test(tcase, reported_npy);
+    tcase_add_test(tcase, lists);
+    tcase_add_test(tcase, usage);
+    SRunner *runner = srunner_create(suite);
+    srunner_run_all(runner, CK_NORMAL);
+    int failed = srunner_ntests_failed(runner);
+    srunner_free(runner);
+    char command[100];
+    snprintf(command, sizeof command, "rm -r %s", folder);
+    return system(command) != 0 || failed ? EXIT_FAILURE : EXIT_SUCCESS;
+}
