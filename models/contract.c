@@ -153,10 +153,9 @@ static double beside(const cg_contract *c, const cg_contract_row *row, int64_t h
     }
 }
 
-static bool selected(const cg_contract_row *row, int64_t j) { return !row->selected || row->selected[j]; }
-
-static bool in_support(const cg_contract *c, const cg_contract_row *row, int64_t j) {
-    return c->value[CG_AXIS_SUPPORT] == CG_SUPPORT_IS_DENSE || selected(row, j);
+/* The keys of the support, NULL: all. */
+static const unsigned char *support(const cg_contract *c, const cg_contract_row *row) {
+    return c->value[CG_AXIS_SUPPORT] == CG_SUPPORT_IS_DENSE ? NULL : row->selected;
 }
 
 static double log_floor(const cg_contract *c) {
@@ -170,25 +169,56 @@ static double log_floor(const cg_contract *c) {
     }
 }
 
+static double largest_of(const double *x, const unsigned char *set, int64_t n) {
+    double max = -INFINITY;
+    for (int64_t j = 0; j < n; j++)
+        if ((!set || set[j]) && !(x[j] <= max)) max = x[j];
+    return max;
+}
+
+static double sum_of(const double *x, const unsigned char *set, int64_t n) {
+    double sum = 0;
+    if (!set) {
+#pragma omp simd reduction(+ : sum)
+        for (int64_t j = 0; j < n; j++) sum += x[j];
+    } else {
+#pragma omp simd reduction(+ : sum)
+        for (int64_t j = 0; j < n; j++) sum += set[j] ? x[j] : 0;
+    }
+    return sum;
+}
+
+/* exp(x) is lost below, where exp(x - its own largest) would not be. */
+static const double lost = -600;
+
+/* log of the sum of exp(logits) over a set. */
+static double log_sum(const cg_contract_row *row, int64_t h, const unsigned char *set) {
+    const int64_t n = row->n_keys;
+    const double *logits = row->logits + h * n;
+    if (row->exps) {
+        const double sum = sum_of(row->exps + h * n, set, n);
+        if (sum > exp(lost)) return row->max[h] + log(sum);
+    }
+    const double max = largest_of(logits, set, n);
+    if (max == -INFINITY) return max;
+    double sum = 0;
+    for (int64_t j = 0; j < n; j++)
+        if (!set || set[j]) sum += exp(logits[j] - max);
+    return max + log(sum);
+}
+
 /* target += share * the normalised sum over the heads from first to before last. The masses are added below the
  * largest one: 1e-80 beside the window is exact. scratch: log Z of each head. */
 static void add_heads(const cg_contract *c, const cg_contract_row *row, int64_t first, int64_t last,
                       double share, double *target, double *scratch) {
-    const bool over_selected = (c->faults & CG_FAULT_DENSE_OVER_SPARSE_LSE) != 0;
+    const unsigned char *set = support(c, row);
+    const unsigned char *below = c->faults & CG_FAULT_DENSE_OVER_SPARSE_LSE ? row->selected : set;
     const int64_t n = row->n_keys;
     double top = -INFINITY, total = 0;
     for (int64_t h = first; h < last; h++) {
-        const double *logits = row->logits + h * n, other = beside(c, row, h);
-        double max = other, largest = -INFINITY, sum = 0;
-        for (int64_t j = 0; j < n; j++) {
-            if (in_support(c, row, j) && !(logits[j] <= largest)) largest = logits[j];
-            if ((over_selected ? selected(row, j) : in_support(c, row, j)) && logits[j] > max) max = logits[j];
-        }
-        if (max != -INFINITY) sum = exp(other - max);
-        for (int64_t j = 0; j < n; j++)
-            if (over_selected ? selected(row, j) : in_support(c, row, j)) sum += exp(logits[j] - max);
-        scratch[h] = max + log(sum);
-        if (!(largest - scratch[h] <= top)) top = largest - scratch[h];
+        scratch[h] = log_add(beside(c, row, h), log_sum(row, h, below));
+        const double largest = largest_of(row->logits + h * n, set, n) - scratch[h];
+        if (!(largest <= top)) top = largest;
     }
     if (c->faults & CG_FAULT_TEACHER_UNDERFLOW) { /* the same in float, without the shift by `top` */
         const float least = (float)exp(log_floor(c));
@@ -196,7 +226,7 @@ static void add_heads(const cg_contract *c, const cg_contract_row *row, int64_t 
         for (int pass = 0; pass < 2; pass++)
             for (int64_t j = 0; j < n; j++) {
                 float mass = 0;
-                if (!in_support(c, row, j)) continue;
+                if (set && !set[j]) continue;
                 for (int64_t h = first; h < last; h++)
                     mass += expf((float)row->logits[h * n + j] - (float)scratch[h]);
                 if (pass == 0)
@@ -206,27 +236,44 @@ static void add_heads(const cg_contract *c, const cg_contract_row *row, int64_t 
             }
         return;
     }
+    bool wide = row->exps != NULL; /* exp(logit - max) can be had for one head's factor */
+    for (int64_t h = first; h < last && wide; h++) wide = row->max[h] - scratch[h] - top < -lost;
     for (int pass = 0; pass < 2; pass++) {
         /* divided by sum, or by the floor where the whole mass lies below it */
         const double least = log_floor(c);
         const double factor = pass == 0 ? 0 : top + log(total) < least ? exp(top - least) : 1 / total;
-        for (int64_t j = 0; j < n; j++) {
-            double mass = 0;
-            if (!in_support(c, row, j)) continue;
-            for (int64_t h = first; h < last; h++) mass += exp(row->logits[h * n + j] - scratch[h] - top);
+        double piece[128];
+        for (int64_t from = 0; from < n; from += 128) {
+            const int64_t m = n - from < 128 ? n - from : 128;
+            for (int64_t j = 0; j < m; j++) piece[j] = 0;
+            for (int64_t h = first; h < last; h++) {
+                if (wide) {
+                    const double *exps = row->exps + h * n + from, weight = exp(row->max[h] - scratch[h] - top);
+                    for (int64_t j = 0; j < m; j++) piece[j] += weight * exps[j];
+                } else {
+                    const double *logits = row->logits + h * n + from;
+                    for (int64_t j = 0; j < m; j++)
+                        if (!set || set[from + j]) piece[j] += exp(logits[j] - scratch[h] - top);
+                }
+            }
             if (pass == 0)
-                total += mass;
+                total += sum_of(piece, set ? set + from : NULL, m);
             else
-                target[j] += share * mass * factor;
+                for (int64_t j = 0; j < m; j++)
+                    if (!set || set[from + j]) target[from + j] += share * piece[j] * factor;
         }
     }
 }
 
-static void teacher(const cg_contract *c, const cg_contract_row *row, double *target, double *scratch) {
-    const int64_t n_heads = row->n_heads, half = (n_heads + 1) / 2;
+void cg_contract_target(const cg_contract *c, const cg_contract_row *row, double *target, double *scratch) {
+    const int64_t n_heads = row->n_heads, half = (n_heads + 1) / 2, n = row->n_keys;
+    const unsigned char *set = support(c, row);
     const int heads = c->value[CG_AXIS_HEADS];
-    memset(target, 0, (size_t)row->n_keys * sizeof *target);
-    if (heads == CG_HEADS_ARE_FIRST_HALF) {
+    memset(target, 0, (size_t)n * sizeof *target);
+    if (row->given_target) {
+        for (int64_t j = 0; j < n; j++)
+            if (!set || set[j]) target[j] = row->given_target[j];
+    } else if (heads == CG_HEADS_ARE_FIRST_HALF) {
         add_heads(c, row, 0, half, 1, target, scratch);
     } else if (heads == CG_HEADS_ARE_SECOND_HALF) {
         add_heads(c, row, half < n_heads ? half : 0, n_heads, 1, target, scratch);
@@ -243,38 +290,47 @@ static void teacher(const cg_contract *c, const cg_contract_row *row, double *ta
 
 /* ---- one row ---- */
 
-/* log_p [N]: log softmax over the support, 0 elsewhere. False: the support is empty. */
-static bool predict(const cg_contract *c, const cg_contract_row *row, const double *scores, double *log_p) {
-    double max = -INFINITY, sum = 0;
-    bool some = false;
-    for (int64_t j = 0; j < row->n_keys; j++) {
-        if (!in_support(c, row, j)) continue;
-        some = true;
-        if (!(scores[j] <= max)) max = scores[j];
-    }
-    for (int64_t j = 0; j < row->n_keys; j++)
-        if (in_support(c, row, j)) sum += exp(scores[j] - max);
-    const double log_sum = log(sum);
-    for (int64_t j = 0; j < row->n_keys; j++) log_p[j] = in_support(c, row, j) ? scores[j] - max - log_sum : 0;
+static const double *scores_of(const cg_contract *c, const cg_contract_row *row) {
+    return c->value[CG_AXIS_SCORES] == CG_SCORES_ARE_LINEAR && row->linear_scores ? row->linear_scores
+                                                                                  : row->scores;
+}
+
+/* max + log of the sum of exp(score - max); false: the support is empty. */
+static bool log_partition(const double *scores, const unsigned char *set, int64_t n, double *max,
+                          double *log_z) {
+    double sum = 0;
+    bool some = !set && n > 0;
+    for (int64_t j = 0; j < n && !some; j++) some = set[j];
+    *max = largest_of(scores, set, n);
+    for (int64_t j = 0; j < n; j++)
+        if (!set || set[j]) sum += exp(scores[j] - *max);
+    *log_z = log(sum);
     return some;
 }
 
-static const double floor_of_logs = 1e-10;
+bool cg_contract_log_predict(const cg_contract *c, const cg_contract_row *row, double *log_predict) {
+    const unsigned char *set = support(c, row);
+    const double *scores = scores_of(c, row);
+    double max, log_z;
+    const bool some = log_partition(scores, set, row->n_keys, &max, &log_z);
+    for (int64_t j = 0; j < row->n_keys; j++) log_predict[j] = !set || set[j] ? scores[j] - max - log_z : 0;
+    return some;
+}
+
+static const double eps = 1e-10;
 
 /* target * (log target - log predict) of one key. */
 static double kl_term(int kl, double target, double log_p) {
+    const double tiny = (double)FLT_MIN;
     if (target == 0) return 0;
     switch (kl) {
     case CG_KL_IS_TARGET_FLOOR:
-        return target * (log(target < floor_of_logs ? floor_of_logs : target) - log_p);
+        return target * (log(target < eps ? eps : target) - log_p);
     case CG_KL_IS_EPS:
     case CG_KL_IS_EPS_VALUE_EXACT_GRAD:
-        return target * (log(target + floor_of_logs) - log(exp(log_p) + floor_of_logs));
-    case CG_KL_IS_CLAMP_TINY: {
-        const double log_tiny = log((double)FLT_MIN);
-        return target * (log(target < (double)FLT_MIN ? (double)FLT_MIN : target) -
-                         (log_p < log_tiny ? log_tiny : log_p));
-    }
+        return target * (log(target + eps) - log(exp(log_p) + eps));
+    case CG_KL_IS_CLAMP_TINY:
+        return target * (log(target < tiny ? tiny : target) - (log_p < log(tiny) ? log(tiny) : log_p));
     default:
         return target * (log(target) - log_p);
     }
@@ -284,52 +340,53 @@ static double kl_term(int kl, double target, double log_p) {
 static double share_of_log(int kl, double log_p) {
     if (kl == CG_KL_IS_EPS) { /* p / (p + eps) */
         const double p = exp(log_p);
-        return p / (p + floor_of_logs);
+        return p / (p + eps);
     }
     if (kl == CG_KL_IS_CLAMP_TINY) return log_p < log((double)FLT_MIN) ? 0 : 1;
     return 1;
 }
 
+double cg_contract_kl(const cg_contract *c, const cg_contract_row *row, const double *target,
+                      const double *log_predict) {
+    const unsigned char *set = support(c, row);
+    double kl = 0;
+    for (int64_t j = 0; j < row->n_keys; j++)
+        if (!set || set[j]) kl += kl_term(c->value[CG_AXIS_KL], target[j], log_predict[j]);
+    return kl;
+}
+
+void cg_contract_dscores(const cg_contract *c, const cg_contract_row *row, const double *target,
+                         const double *log_predict, double *dscores) {
+    const unsigned char *set = support(c, row);
+    const int form = c->value[CG_AXIS_KL];
+    double mass = 0;
+    for (int64_t j = 0; j < row->n_keys; j++)
+        if (!set || set[j]) mass += target[j] * share_of_log(form, log_predict[j]);
+    if (c->faults & CG_FAULT_PREDICT_MINUS_TARGET) mass = 1;
+    for (int64_t j = 0; j < row->n_keys; j++)
+        dscores[j] =
+            !set || set[j] ? exp(log_predict[j]) * mass - target[j] * share_of_log(form, log_predict[j]) : 0;
+}
+
 void cg_contract_row_eval(const cg_contract *c, const cg_contract_row *row, double *target, double *log_predict,
                           double *dscores, double *kl, double *scratch) {
-    const int64_t n = row->n_keys;
-    const bool linear = c->value[CG_AXIS_SCORES] == CG_SCORES_ARE_LINEAR && row->linear_scores;
-    const double *scores = linear ? row->linear_scores : row->scores;
-    const int form = c->value[CG_AXIS_KL];
+    double *log_p = log_predict ? log_predict : dscores; /* lives in whichever output there is */
     if (kl) *kl = 0;
-    if (row->given_target)
-        for (int64_t j = 0; j < n; j++) target[j] = in_support(c, row, j) ? row->given_target[j] : 0;
-    else
-        teacher(c, row, target, scratch);
-    if (!log_predict && !dscores && !kl) return;
-
-    /* log p lives in whichever output there is; without one it is formed key by key */
-    double *log_p = log_predict ? log_predict : dscores, log_sum = 0, max = -INFINITY;
+    cg_contract_target(c, row, target, scratch);
     if (log_p) {
-        if (!predict(c, row, scores, log_p)) {
-            if (dscores) memset(dscores, 0, (size_t)n * sizeof *dscores);
-            return;
-        }
-    } else {
-        for (int64_t j = 0; j < n; j++)
-            if (in_support(c, row, j) && !(scores[j] <= max)) max = scores[j];
-        for (int64_t j = 0; j < n; j++)
-            if (in_support(c, row, j)) log_sum += exp(scores[j] - max);
-        log_sum = log(log_sum);
-    }
-
-    double mass = 0;
-    for (int64_t j = 0; j < n; j++) {
-        if (!in_support(c, row, j)) continue;
-        const double lp = log_p ? log_p[j] : scores[j] - max - log_sum;
-        if (kl) *kl += kl_term(form, target[j], lp);
-        mass += target[j] * share_of_log(form, lp);
-    }
-    if (!dscores) return;
-    if (c->faults & CG_FAULT_PREDICT_MINUS_TARGET) mass = 1;
-    for (int64_t j = 0; j < n; j++) {
-        const double lp = log_p[j];
-        dscores[j] = in_support(c, row, j) ? exp(lp) * mass - target[j] * share_of_log(form, lp) : 0;
+        const bool some = cg_contract_log_predict(c, row, log_p);
+        if (kl && some) *kl = cg_contract_kl(c, row, target, log_p);
+        if (dscores && some)
+            cg_contract_dscores(c, row, target, log_p, dscores);
+        else if (dscores)
+            memset(dscores, 0, (size_t)row->n_keys * sizeof *dscores);
+    } else if (kl) { /* key by key */
+        const unsigned char *set = support(c, row);
+        const double *scores = scores_of(c, row);
+        double max, log_z;
+        if (!log_partition(scores, set, row->n_keys, &max, &log_z)) return;
+        for (int64_t j = 0; j < row->n_keys; j++)
+            if (!set || set[j]) *kl += kl_term(c->value[CG_AXIS_KL], target[j], scores[j] - max - log_z);
     }
 }
 

@@ -131,12 +131,24 @@ typedef struct cg_contract_row {
     const double *linear_scores; /* [N] without; NULL: as scores */
     const unsigned char *selected; /* [N] 1: selected; NULL: all */
     const double *given_target;    /* [N] taken in place of the teacher's; NULL: computed */
+    /* For a caller that evaluates many contracts: [H] the largest logit, [H, N] exp(logit - largest). NULL: formed. */
+    const double *max, *exps;
 } cg_contract_row;
 
 /* target, log_predict, dscores [N]: 0 off the support. dscores is not scaled by coeff or divisor. kl [1]. All but
  * target may be NULL. scratch [H]. A row without support gives 0 everywhere. Allocates nothing. */
 void cg_contract_row_eval(const cg_contract *contract, const cg_contract_row *row, double *target,
                           double *log_predict, double *dscores, double *kl, double *scratch);
+
+/* Its parts: the target; log softmax of the scores over the support (false: the support is empty); kl and dscores from
+ * both. */
+void cg_contract_target(const cg_contract *contract, const cg_contract_row *row, double *target,
+                        double *scratch);
+bool cg_contract_log_predict(const cg_contract *contract, const cg_contract_row *row, double *log_predict);
+double cg_contract_kl(const cg_contract *contract, const cg_contract_row *row, const double *target,
+                      const double *log_predict);
+void cg_contract_dscores(const cg_contract *contract, const cg_contract_row *row, const double *target,
+                         const double *log_predict, double *dscores); /* dscores may be log_predict */
 
 /* ---- from rows to the loss ---- */
 

@@ -497,7 +497,7 @@ static bool misfit(const cg_dump_array *a, const char *expected, cg_error *error
 
 /* The shape without sizes of 1 that a framework puts in: one batch of packed rows, one head of keys. */
 static bool place(cg_dump_array *a, const char *pattern, const int64_t *size) {
-    int64_t stride[CG_MAX_DIMS], dims[CG_MAX_DIMS + 1];
+    int64_t stride[CG_MAX_DIMS + 1] = {0}, dims[CG_MAX_DIMS + 1] = {0};
     const int wanted = (int)strlen(pattern);
     int n = a->shape.n_dims, i = 0;
     int64_t step = 1;

@@ -23,9 +23,19 @@ static answer eval(const char *text, cg_contract_row row) {
     double scratch[8];
     answer a;
     cg_contract_row_eval(&c, &row, a.target, a.log_p, a.ds, &a.kl, scratch);
-    double kl, target[KEYS];
+    double kl, target[KEYS], max[8], exps[8 * KEYS];
     cg_contract_row_eval(&c, &row, target, NULL, NULL, &kl, scratch); /* the same without the other outputs */
     if (!isnan(a.kl)) expect_close("kl alone", &kl, &a.kl, 1, 1e-14);
+    for (int64_t h = 0; h < row.n_heads; h++) { /* ... and from exponentials made before */
+        max[h] = -INFINITY;
+        for (int64_t j = 0; j < row.n_keys; j++) max[h] = fmax(max[h], row.logits[h * row.n_keys + j]);
+        for (int64_t j = 0; j < row.n_keys; j++)
+            exps[h * row.n_keys + j] = exp(row.logits[h * row.n_keys + j] - max[h]);
+    }
+    row.max = max;
+    row.exps = exps;
+    cg_contract_row_eval(&c, &row, target, NULL, NULL, &kl, scratch);
+    if (!isnan(a.kl)) expect_close("with exponentials", target, a.target, row.n_keys, 1e-13);
     return a;
 }
 
