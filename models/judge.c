@@ -1,0 +1,489 @@
+#include "models/judge.h"
+
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/vec.h"
+
+static double dot(const double *a, const double *b, int64_t n) {
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+static float dot_f32(const float *a, const float *b, int64_t n) {
+    float sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+static double largest(const double *x, int64_t n) {
+    double max = 0;
+    for (int64_t i = 0; i < n; i++) max = fabs(x[i]) > max ? fabs(x[i]) : max;
+    return max;
+}
+
+static bool any_f64(const judge *j) {
+    for (int id = 0; id < CG_DUMP_ARRAYS; id++)
+        if (j->d->array[id].name && j->d->array[id].dtype == CG_F64) return true;
+    return false;
+}
+
+/* ---- the row ---- */
+
+bool judge_row_new(const judge *j, judge_row *r) {
+    const cg_dump *d = j->d;
+    const size_t n = (size_t)d->N + 1, H = (size_t)d->H, G = (size_t)d->Hi;
+    size_t wide = H * (size_t)d->D;
+    if (G * (size_t)(d->Di + 1) > wide) wide = G * (size_t)(d->Di + 1);
+    if (n > wide) wide = n;
+    if ((size_t)d->K > wide && d->K > 0) wide = (size_t)d->K;
+    const size_t K = d->K > 0 ? (size_t)d->K : 0;
+    const size_t doubles =
+        H * (size_t)d->D + 2 * H * n + 3 * H + G * (size_t)d->Di + G + G * n + 10 * n + 4 * wide;
+    *r = (judge_row){0};
+    double *x = r->block = calloc(1, doubles * sizeof *x + (K + 1) * sizeof(int64_t) + 2 * n);
+    if (!x) return false;
+    r->q = x, x += H * (size_t)d->D;
+    r->logits = x, x += H * n;
+    r->exps = x, x += H * n;
+    r->max = x, x += H;
+    r->window = x, x += H;
+    r->heads = x, x += H;
+    r->qi = x, x += G * (size_t)d->Di;
+    r->w = x, x += G;
+    r->dots = x, x += G * n;
+    for (int i = 0; i < 2; i++, x += n) r->scores[i] = x;
+    for (int i = 0; i < 8; i++, x += n) r->a[i] = x;
+    for (int i = 0; i < 4; i++, x += wide) r->x[i] = x;
+    r->list = (int64_t *)x;
+    r->selected[0] = (unsigned char *)(r->list + K + 1);
+    r->selected[1] = r->selected[0] + n;
+    return true;
+}
+
+void judge_row_free(judge_row *r) { free(r->block); }
+
+void judge_row_place(const judge *j, judge_row *r, int64_t t) {
+    const cg_dump *d = j->d;
+    r->t = t;
+    r->segment = d->segment[t];
+    r->position = r->segment < 0 ? t : t - d->start[r->segment];
+    r->real = cg_dump_is_real(d, t);
+    r->n = cg_dump_visible(d, t);
+    r->n_selected[0] = r->n_selected[1] = 0;
+}
+
+/* The width largest of n scores, ties to the lower index, marked. */
+static int64_t mark_largest(const double *scores, int64_t n, int64_t width, int64_t *list,
+                            unsigned char *marked) {
+    int64_t count = 0;
+    memset(marked, 0, (size_t)n);
+    for (int64_t k = 0; k < n && width > 0; k++) {
+        int64_t at = count;
+        if (count == width && !(scores[k] > scores[list[count - 1]])) continue;
+        while (at > 0 && scores[k] > scores[list[at - 1]]) at--;
+        count = count < width ? count + 1 : width;
+        memmove(list + at + 1, list + at, (size_t)(count - 1 - at) * sizeof *list);
+        list[at] = k;
+    }
+    for (int64_t i = 0; i < count; i++) marked[list[i]] = 1;
+    return count;
+}
+
+void judge_row_scores(const judge *j, judge_row *r) {
+    const cg_dump *d = j->d;
+    const int64_t n = r->n, G = d->Hi, E = d->Di;
+    if (j->has_dots) {
+        cg_dump_row(d, CG_DUMP_Q_INDEXER, r->t, r->qi);
+        cg_dump_row(d, CG_DUMP_WEIGHTS, r->t, r->w);
+        const double *k = j->ki + (r->segment < 0 ? 0 : j->key0[r->segment]) * E;
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t g = 0; g < G; g++) r->dots[g * n + i] = dot(r->qi + g * E, k + i * E, E);
+        for (int64_t i = 0; i < n; i++) r->scores[0][i] = r->scores[1][i] = 0;
+        for (int64_t g = 0; g < G; g++)
+            for (int64_t i = 0; i < n; i++) {
+                const double x = r->dots[g * n + i];
+                r->scores[0][i] += r->w[g] * (x > 0 ? x : 0);
+                r->scores[1][i] += r->w[g] * x;
+            }
+        r->largest_dot = largest(r->dots, G * n);
+    } else if (j->has_scores && r->segment >= 0) {
+        cg_dump_columns(d, CG_DUMP_SCORES, r->t, n, r->scores[0]);
+        memcpy(r->scores[1], r->scores[0], (size_t)n * sizeof(double));
+    }
+    /* rounding of a score grows with its terms, not with their sum */
+    r->largest_score = largest(r->scores[0], n);
+    if (j->has_dots) {
+        double terms = 0;
+        for (int64_t g = 0; g < G; g++) terms += fabs(r->w[g]);
+        r->largest_score = fmax(r->largest_score, terms * r->largest_dot / sqrt((double)(G > 0 ? G : 1)));
+    }
+    if (j->has_list) {
+        memset(r->selected[0], 0, (size_t)n);
+        if (r->segment >= 0) {
+            cg_dump_list(d, CG_DUMP_TOPK, r->t, r->list);
+            for (int64_t k = 0; k < d->K; k++)
+                if (r->list[k] >= 0 && r->list[k] < n && !r->selected[0][r->list[k]]) {
+                    r->selected[0][r->list[k]] = 1;
+                    r->n_selected[0]++;
+                }
+        }
+        memcpy(r->selected[1], r->selected[0], (size_t)n);
+        r->n_selected[1] = r->n_selected[0];
+    } else {
+        for (int form = 0; form < 2; form++)
+            r->n_selected[form] =
+                mark_largest(r->scores[form], n, d->K < 0 ? n : d->K, r->list, r->selected[form]);
+    }
+}
+
+void judge_row_attention(const judge *j, judge_row *r) {
+    const cg_dump *d = j->d;
+    const int64_t n = r->n, H = d->H, D = d->D;
+    if (!j->has_logits) return;
+    cg_dump_row(d, CG_DUMP_QUERY, r->t, r->q);
+    const double *k = j->ckv + (r->segment < 0 ? 0 : j->key0[r->segment]) * D;
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t h = 0; h < H; h++) r->logits[h * n + i] = d->scale * dot(r->q + h * D, k + i * D, D);
+    r->largest_logit = largest(r->logits, H * n);
+    for (int64_t h = 0; h < H; h++) {
+        double max = -INFINITY, *e = r->exps + h * n;
+        for (int64_t i = 0; i < n; i++) max = r->logits[h * n + i] > max ? r->logits[h * n + i] : max;
+        for (int64_t i = 0; i < n; i++) e[i] = r->logits[h * n + i] - max;
+        cg_exp_f64(n, e, e);
+        r->max[h] = max;
+    }
+    if (j->has_window && r->segment >= 0) {
+        const int64_t from = r->position - d->window + 1 > 0 ? r->position - d->window + 1 : 0;
+        const double *kv = j->kv + d->start[r->segment] * D;
+        for (int64_t h = 0; h < H; h++) {
+            double max = -INFINITY, sum = 0;
+            for (int64_t p = from; p <= r->position; p++) {
+                const double x = d->scale * dot(r->q + h * D, kv + p * D, D);
+                if (x > max) {
+                    sum = sum * exp(max - x) + 1;
+                    max = x;
+                } else {
+                    sum += exp(x - max);
+                }
+            }
+            r->window[h] = max + log(sum);
+            r->largest_logit = fmax(r->largest_logit, fabs(max));
+        }
+    } else if (j->has_lse) {
+        cg_dump_row(d, CG_DUMP_WINDOW_LSE, r->t, r->window);
+        if (d->lse_base == 2)
+            for (int64_t h = 0; h < H; h++) r->window[h] *= log(2);
+    }
+}
+
+cg_contract_row judge_contract_row(const judge *j, const judge_row *r, int scores) {
+    return (cg_contract_row){.n_heads = j->d->H,
+                             .n_keys = r->n,
+                             .logits = r->logits,
+                             .window_lse = j->has_window || j->has_lse ? r->window : NULL,
+                             .sink = j->has_sink ? j->sink : NULL,
+                             .scores = r->scores[0],
+                             .linear_scores = r->scores[1],
+                             .selected = r->selected[scores],
+                             .max = r->max,
+                             .exps = r->exps};
+}
+
+/* Noise was measured in float; a quantity in f64 is expected to be computed in f64. */
+static double noise(double relative, double magnitude, double rounding) {
+    return relative * magnitude * (rounding < 0x1p-30 ? rounding * 0x1p24 : 1);
+}
+double judge_logit_noise(const judge *j, const judge_row *r, double rounding) {
+    return noise(j->noise_logits, r->largest_logit, rounding);
+}
+double judge_score_noise(const judge *j, const judge_row *r, double rounding) {
+    return noise(j->has_dots ? j->noise_dots : 0x1p-24, r->largest_score, rounding);
+}
+double judge_dot_noise(const judge *j, const judge_row *r, double rounding) {
+    return noise(j->noise_dots, r->largest_dot, rounding);
+}
+
+/* ---- how much float dot products miss ---- */
+
+static void round_f32(const double *x, int64_t n, float *y) {
+    for (int64_t i = 0; i < n; i++) y[i] = (float)x[i];
+}
+
+/* Rows of a sample, in f32 beside f64. */
+static bool measure_noise(judge *j, cg_error *error) {
+    const cg_dump *d = j->d;
+    judge_row r;
+    const int64_t D = d->D > d->Di ? d->D : d->Di;
+    float *a = calloc((size_t)D * 2 + 2, sizeof *a), *b = a + D + 1;
+    j->noise_logits = j->noise_dots = 0x1p-23;
+    if (!a || !judge_row_new(j, &r)) {
+        free(a);
+        return cg_fail(error, CG_FAILED, "out of memory for a row of %lld keys", (long long)d->N);
+    }
+    const int64_t step = d->T / 16 + 1;
+    for (int64_t t = d->T - 1; t >= 0; t -= step) {
+        if (!cg_dump_is_real(d, t)) continue;
+        judge_row_place(j, &r, t);
+        judge_row_scores(j, &r);
+        judge_row_attention(j, &r);
+        for (int64_t i = 0; i < r.n; i += r.n / 64 + 1) {
+            if (j->has_logits && r.largest_logit > 0) {
+                round_f32(j->ckv + (j->key0[r.segment] + i) * d->D, d->D, b);
+                for (int64_t h = 0; h < d->H; h++) {
+                    round_f32(r.q + h * d->D, d->D, a);
+                    const double x = (double)((float)d->scale * dot_f32(a, b, d->D));
+                    j->noise_logits = fmax(j->noise_logits, fabs(x - r.logits[h * r.n + i]) / r.largest_logit);
+                }
+            }
+            if (j->has_dots && r.largest_dot > 0) {
+                round_f32(j->ki + (j->key0[r.segment] + i) * d->Di, d->Di, b);
+                for (int64_t g = 0; g < d->Hi; g++) {
+                    round_f32(r.qi + g * d->Di, d->Di, a);
+                    const double x = (double)dot_f32(a, b, d->Di);
+                    j->noise_dots = fmax(j->noise_dots, fabs(x - r.dots[g * r.n + i]) / r.largest_dot);
+                }
+            }
+        }
+    }
+    judge_row_free(&r);
+    free(a);
+    return true;
+}
+
+/* ---- open ---- */
+
+static double *keys_of(const cg_dump *d, cg_dump_id id, int64_t width, const int64_t *key0) {
+    double *x = malloc((size_t)(key0[d->B] * width + 1) * sizeof *x);
+    for (int64_t s = 0; x && s < d->B; s++)
+        for (int64_t i = 0; i < d->n_keys[s]; i++) cg_dump_key(d, id, s, i, x + (key0[s] + i) * width);
+    return x;
+}
+
+bool judge_open(judge *j, const cg_dump *d, const cg_verdict_options *o, cg_verdict *v, cg_error *error) {
+    *j = (judge){.d = d, .v = v, .tolerance = o->tolerance, .n_worst = o->n_worst};
+    j->allowed = o->tolerance > 0 ? 1 : 8;
+    for (int id = 0; id < CG_DUMP_ARRAYS; id++) j->rounding[id] = cg_dtype_rounding(d->array[id].dtype);
+    j->has_logits = cg_dump_has(d, CG_DUMP_QUERY) && cg_dump_has(d, CG_DUMP_COMPRESSED_KV);
+    j->has_window = cg_dump_has(d, CG_DUMP_KV) && cg_dump_has(d, CG_DUMP_QUERY);
+    j->has_lse = !j->has_window && cg_dump_has(d, CG_DUMP_WINDOW_LSE);
+    j->has_sink = j->has_window && cg_dump_has(d, CG_DUMP_SINK);
+    j->has_dots = cg_dump_has(d, CG_DUMP_Q_INDEXER) && cg_dump_has(d, CG_DUMP_WEIGHTS) &&
+                  cg_dump_has(d, CG_DUMP_K_INDEXER);
+    j->has_scores = j->has_dots || cg_dump_has(d, CG_DUMP_SCORES);
+    j->has_list = cg_dump_has(d, CG_DUMP_TOPK);
+    if ((j->has_logits || j->has_window) && isnan(d->scale))
+        return cg_fail(error, CG_BAD_INPUT,
+                       "softmax_scale is needed (what q.k is multiplied by): give --softmax-scale X");
+    if (j->has_window && !d->window)
+        return cg_fail(error, CG_BAD_INPUT,
+                       "window is needed (tokens, the query's own included): give --window N");
+    j->key0 = calloc((size_t)d->B + 1, sizeof *j->key0);
+    if (!j->key0) return cg_fail(error, CG_FAILED, "out of memory for %lld segments", (long long)d->B);
+    for (int64_t s = 0; s < d->B; s++) {
+        j->key0[s + 1] = j->key0[s] + d->n_keys[s];
+        j->counts.segments += d->real[s] > 0;
+    }
+    j->counts.physical = d->T;
+    for (int64_t t = 0; t < d->T; t++) {
+        const bool real = cg_dump_is_real(d, t);
+        j->counts.real += real;
+        j->counts.visible += real && cg_dump_visible(d, t) > 0;
+    }
+    bool ok = true;
+    if (j->has_logits) ok &= (j->ckv = keys_of(d, CG_DUMP_COMPRESSED_KV, d->D, j->key0)) != NULL;
+    if (j->has_dots) ok &= (j->ki = keys_of(d, CG_DUMP_K_INDEXER, d->Di, j->key0)) != NULL;
+    if (j->has_dots) ok &= (j->ki_largest = malloc((size_t)(j->key0[d->B] + 1) * sizeof(double))) != NULL;
+    if (j->has_window) ok &= (j->kv = malloc((size_t)(d->T * d->D + 1) * sizeof(double))) != NULL;
+    if (j->has_sink) ok &= (j->sink = malloc((size_t)(d->H + 1) * sizeof(double))) != NULL;
+    if (!ok)
+        return cg_fail(error, CG_FAILED, "out of memory for %lld compressed rows in f64",
+                       (long long)j->key0[d->B]);
+    for (int64_t t = 0; j->has_window && t < d->T; t++) cg_dump_row(d, CG_DUMP_KV, t, j->kv + t * d->D);
+    if (j->has_sink) cg_dump_row(d, CG_DUMP_SINK, 0, j->sink);
+    for (int64_t i = 0; j->has_dots && i < j->key0[d->B]; i++)
+        j->ki_largest[i] = largest(j->ki + i * d->Di, d->Di);
+    return measure_noise(j, error);
+}
+
+void judge_close(judge *j) {
+    free(j->key0);
+    free(j->ckv);
+    free(j->ki);
+    free(j->kv);
+    free(j->sink);
+    free(j->ki_largest);
+}
+
+/* ---- comparison ---- */
+
+static double error_of(double got, double want) {
+    if (got == want || (isnan(got) && isnan(want))) return 0;
+    const double error = fabs(got - want);
+    return isnan(error) ? INFINITY : error;
+}
+
+/* With a tolerance, the unit is that share of the row's largest magnitude. */
+static double unit_of(const judge *j, double unit, double row_largest) {
+    return j->tolerance > 0 ? j->tolerance * row_largest : unit;
+}
+
+static double units_of(double error, double unit) {
+    return error == 0 ? 0 : unit > 0 ? error / unit : INFINITY;
+}
+
+bool judge_same(const judge *j, int64_t n, const double *got, const double *want, const double *unit) {
+    const double row_largest = j->tolerance > 0 ? largest(want, n) : 0;
+    for (int64_t i = 0; i < n; i++)
+        if (!(error_of(got[i], want[i]) <= j->allowed * unit_of(j, unit[i], row_largest))) return false;
+    return true;
+}
+
+static void keep_worst(judge_stat *s, const cg_difference *d, int n_worst) {
+    int at = s->n_worst;
+    while (at > 0 && d->units > s->worst[at - 1].units) at--;
+    if (at >= n_worst) return;
+    s->n_worst = s->n_worst < n_worst ? s->n_worst + 1 : n_worst;
+    memmove(&s->worst[at + 1], &s->worst[at], (size_t)(s->n_worst - 1 - at) * sizeof s->worst[0]);
+    s->worst[at] = *d;
+}
+
+void judge_compare(const judge *j, judge_stat *s, int64_t segment, int64_t position, int64_t t, int64_t n,
+                   int64_t per_head, const double *got, const double *want, const double *unit) {
+    const double row_largest = j->tolerance > 0 ? largest(want, n) : 0;
+    cg_difference first = {.segment = segment, .position = position, .head = -1}, worst = first;
+    bool differs = false;
+    for (int64_t i = 0; i < n; i++) {
+        const double error = error_of(got[i], want[i]),
+                     units = units_of(error, unit_of(j, unit[i], row_largest));
+        if (error > s->max_error) s->max_error = error;
+        if (fabs(want[i]) > s->max_want) s->max_want = fabs(want[i]);
+        const cg_difference here = {segment, position, per_head ? i / per_head : -1, got[i], want[i], units};
+        if (units > j->allowed && !differs) {
+            differs = true;
+            first = here;
+        }
+        if (units > worst.units) worst = here;
+    }
+    if (worst.units > s->worst_units) s->worst_units = worst.units;
+    if (differs && (s->first_row < 0 || t < s->first_row)) {
+        s->first_row = t;
+        s->first = first;
+    }
+    if (worst.units > 0 && j->n_worst > 0)
+        keep_worst(s, &worst, j->n_worst < CG_WORST_ROWS ? j->n_worst : CG_WORST_ROWS);
+}
+
+void judge_stat_init(judge_stat *stats, int n) {
+    memset(stats, 0, (size_t)n * sizeof *stats);
+    for (int i = 0; i < n; i++) stats[i].first_row = -1;
+}
+
+void judge_stat_merge(judge_stat *to, const judge_stat *from, int n_worst) {
+    to->max_error = fmax(to->max_error, from->max_error);
+    to->max_want = fmax(to->max_want, from->max_want);
+    to->worst_units = fmax(to->worst_units, from->worst_units);
+    if (from->first_row >= 0 && (to->first_row < 0 || from->first_row < to->first_row)) {
+        to->first_row = from->first_row;
+        to->first = from->first;
+    }
+    for (int i = 0; i < from->n_worst; i++)
+        keep_worst(to, &from->worst[i], n_worst < CG_WORST_ROWS ? n_worst : CG_WORST_ROWS);
+}
+
+/* ---- the verdict ---- */
+
+cg_quantity *judge_add(judge *j, const char *name, cg_dump_id id, const judge_stat *s) {
+    cg_verdict *v = j->v;
+    if (v->n_quantities == CG_QUANTITIES) return &v->quantities[CG_QUANTITIES - 1];
+    cg_quantity *q = &v->quantities[v->n_quantities++];
+    *q = (cg_quantity){.name = name,
+                       .tensor = j->d->array[id].name,
+                       .ok = !(s->worst_units > j->allowed),
+                       .worst_rel = s->max_error == 0 ? 0
+                                    : s->max_want > 0 ? s->max_error / s->max_want
+                                                      : INFINITY,
+                       .worst_units = s->worst_units,
+                       .has_first = s->first_row >= 0,
+                       .first = s->first,
+                       .n_worst = s->n_worst};
+    memcpy(q->worst, s->worst, sizeof q->worst);
+    return q;
+}
+
+void judge_note(judge *j, const char *format, ...) {
+    if (j->v->n_notes == CG_NOTES) return;
+    va_list args;
+    va_start(args, format);
+    vsnprintf(j->v->notes[j->v->n_notes++], sizeof j->v->notes[0], format, args);
+    va_end(args);
+}
+
+void judge_fault(judge *j, const char *name) {
+    for (int i = 0; i < j->v->n_faults; i++)
+        if (!strcmp(j->v->faults[i], name)) return;
+    if (j->v->n_faults < CG_VERDICT_FAULTS)
+        snprintf(j->v->faults[j->v->n_faults++], sizeof j->v->faults[0], "%s", name);
+}
+
+/* Below what the stored type can tell: f64 numbers that were computed in f32. */
+static void expect_f32(judge *j) {
+    for (int id = 0; id < CG_DUMP_ARRAYS; id++)
+        if (j->rounding[id] < 0x1p-24) j->rounding[id] = 0x1p-24;
+}
+
+static bool judge_all(judge *j, const cg_contract *expected, cg_error *error) {
+    return judge_selection(j, error) && judge_attention(j, error) && judge_loss(j, expected, error);
+}
+
+static int n_bad(const cg_verdict *v) {
+    int n = 0;
+    for (int i = 0; i < v->n_quantities; i++) n += !v->quantities[i].ok && !v->quantities[i].says[0];
+    return n + (v->judged_loss && !v->identified);
+}
+
+cg_verdict *cg_verdict_make(const cg_dump *d, const cg_verdict_options *o, cg_error *error) {
+    cg_verdict *v = calloc(1, sizeof *v), *again = NULL;
+    const cg_contract expected = o->expected ? *o->expected : d->declared;
+    judge j = {0};
+    if (!v) {
+        cg_fail(error, CG_FAILED, "out of memory for a verdict");
+        return NULL;
+    }
+    bool ok = judge_open(&j, d, o, v, error) && judge_all(&j, &expected, error);
+    if (ok && n_bad(v) && any_f64(&j)) { /* f64 in the file may have been f32 before: look with that rounding */
+        again = calloc(1, sizeof *again);
+        ok = again != NULL || cg_fail(error, CG_FAILED, "out of memory for a verdict");
+        if (ok) {
+            const int before = n_bad(v);
+            j.v = again;
+            expect_f32(&j);
+            ok = judge_all(&j, &expected, error);
+            if (ok && n_bad(again) < before) {
+                judge_note(&j, "f64 numbers agree to float32 rounding only: they were computed in float32");
+                cg_verdict *swap = v;
+                v = again;
+                again = swap;
+            }
+        }
+    }
+    judge_close(&j);
+    free(again);
+    if (ok && !v->n_quantities)
+        ok = cg_fail(error, CG_BAD_INPUT,
+                     "nothing can be judged: the dump has inputs but no selection, output, target, loss or "
+                     "gradient that they give");
+    if (ok) {
+        v->expected = expected;
+        v->match = true;
+        for (int i = 0; i < v->n_quantities; i++) v->match &= v->quantities[i].ok;
+        return v;
+    }
+    free(v);
+    return NULL;
+}
