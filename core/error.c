@@ -3,12 +3,17 @@
 #include <stdio.h>
 #include <string.h>
 
+/* A path or a word of a file may hold anything; the sentence stays one line and moves no cursor. */
+static void clean(char *text) {
+    for (char *c = text; *c; c++)
+        if ((unsigned char)*c < ' ' || *c == 0x7f) *c = '?';
+}
+
 bool cg_fail_va(cg_error *error, cg_code code, const char *format, va_list args) {
     if (error && error->code == CG_OK) {
         error->code = code;
         vsnprintf(error->text, sizeof error->text, format, args);
-        for (char *c = error->text; *c; c++) /* a path may hold anything; the sentence stays one line */
-            if ((unsigned char)*c < ' ') *c = '?';
+        clean(error->text);
     }
     return false;
 }
@@ -32,4 +37,5 @@ void cg_error_at(cg_error *error, const char *format, ...) {
     if (n < 0 || n >= CG_ERROR_TEXT - 3) n = CG_ERROR_TEXT - 3;
     size_t room = sizeof error->text - (size_t)n; /* a sentence that no longer fits is cut at its end */
     snprintf(error->text + n, room, ": %.*s", (int)room - 3, sentence);
+    clean(error->text);
 }
