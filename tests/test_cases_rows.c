@@ -3,6 +3,7 @@
 #include "tests/support.h"
 
 #include "core/rng.h"
+#include "graph/gradcheck.h"
 #include "models/contract.h"
 
 #define FOR_REAL(dtype) for (cg_dtype dtype = CG_F32; dtype <= CG_F64; dtype++)
@@ -782,9 +783,148 @@ START_TEST(s21_relu_decides_the_selection) {
 }
 END_TEST
 
+/* ---- rotation ---- */
+
+static void rotate(cg_dtype dtype, int64_t D, const double *x, const int32_t *positions, int64_t n,
+                   const cg_rope_attr *attr, double *y) {
+    bench b = bench_new(dtype);
+    cg_value *turned = cg_keep(cg_rope(b.graph, bench_constant(&b, "x", CG_SHAPE(n, D), x),
+                                       bench_i32(&b, "p", CG_SHAPE(n), positions), attr));
+    bench_run(&b);
+    memcpy(y, bench_get(&b, turned), sizeof *y * (size_t)(n * D));
+    bench_free(&b);
+}
+
+/* Entry j of any ratio turns by j * ratio, as segment_rows says: its dot with a query at any distance depends on the
+ * distance alone, wherever in the document they stand, and not on the entry's number. */
+START_TEST(s28_entries_turn_by_their_first_token) {
+    const cg_rope_attr attr = {.n_rotary = 2, .base = 10000};
+    for (int64_t ratio = 1; ratio <= 128; ratio = ratio < 9 ? ratio + 1 : ratio * 2) {
+        enum { N = 40 };
+        const int64_t T = N * ratio;
+        bench b = bench_new(CG_F64);
+        cg_rows rows = cg_segment_rows(b.graph, bench_i32(&b, "cu", CG_SHAPE(2), (int32_t[]){0, (int32_t)T}),
+                                       NULL, T, ratio, N);
+        cg_keep(rows.entry_positions);
+        bench_run(&b);
+        int32_t positions[2 * N];
+        for (int j = 0; j < N; j++) {
+            positions[j] = bench_get_i32(&b, rows.entry_positions)[j];
+            ck_assert_int_eq(positions[j], j * ratio);
+            positions[N + j] = positions[j] + 3;
+        }
+        bench_free(&b);
+        double x[4 * N] = {0}, y[4 * N];
+        for (int j = 0; j < 2 * N; j++) x[2 * j] = 1;
+        rotate(CG_F64, 2, x, positions, 2 * N, &attr, y);
+        for (int j = 0; j < N; j++)
+            ck_assert_double_eq_tol(y[2 * j] * y[2 * (N + j)] + y[2 * j + 1] * y[2 * (N + j) + 1], cos(3),
+                                    1e-12);
+    }
+}
+END_TEST
+
+/* Neighbouring channels are pairs, for every number of rotary channels behind every number of others, at many
+ * positions; half against half would be something else from 4 channels on. */
+START_TEST(s44_pairs_are_neighbours) {
+    FOR_REAL(dtype) for (int64_t n = 2; n <= 64; n += 2) for (int64_t before = 0; before <= 6; before += 3) {
+        enum { N = 6 };
+        const int64_t D = before + n;
+        static const int32_t positions[N] = {0, 1, 2, 17, 1000, 65535};
+        double *x = draws(18, N * D), *y = malloc(sizeof *y * (size_t)(N * D)), halves = 0;
+        const cg_rope_attr attr = {.n_rotary = n, .base = 10000};
+        rotate(dtype, D, x, positions, N, &attr, y);
+        for (int t = 0; t < N; t++) {
+            const double *from = x + t * D, *to = y + t * D;
+            for (int64_t d = 0; d < before; d++) ck_assert(to[d] == from[d]);
+            for (int64_t i = 0; i < n / 2; i++) {
+                const double a = positions[t] * pow(10000, -2.0 * (double)i / (double)n);
+                const double *pair = from + before + 2 * i, bound = dtype == CG_F64 ? 1e-10 : 1e-5;
+                ck_assert_double_eq_tol(to[before + 2 * i], pair[0] * cos(a) - pair[1] * sin(a), bound);
+                ck_assert_double_eq_tol(to[before + 2 * i + 1], pair[0] * sin(a) + pair[1] * cos(a), bound);
+                halves +=
+                    fabs(to[before + i] - (from[before + i] * cos(a) - from[before + n / 2 + i] * sin(a)));
+            }
+        }
+        ck_assert((halves > 0.1) == (n > 2));
+        free(x), free(y);
+    }
+}
+END_TEST
+
+/* ---- gradient checks at kinks ---- */
+
+/* dq of the scores of one key in three forms, checked by central differences at the given point. */
+static cg_gradcheck_report check_scores(int form, const double *q, const double *k, const double *w, int64_t HI,
+                                        int64_t DI) {
+    bench b = bench_new(CG_F64);
+    cg_graph *g = b.graph;
+    cg_value *vq = bench_real(&b, "q", CG_SHAPE(1, HI, DI), q), *vk = bench_real(&b, "k", CG_SHAPE(1, DI), k);
+    cg_value *vw = bench_real(&b, "w", CG_SHAPE(1, HI), w),
+             *list = bench_i32(&b, "list", CG_SHAPE(1, 1), (int32_t[]){0});
+    cg_value *y = form == 0 ? cg_indexer_scores_at(g, vq, vw, vk, list)
+                            : cg_indexer_head_sum(g, cg_relu(g, cg_indexer_head_scores(g, vq, vk)), vw);
+    bench_backward(&b, y, NULL);
+    bench_run(&b);
+    cg_value *wrt[] = {vq, vk}, *grads[2], *outputs[] = {y}, *seed = NULL;
+    for (int i = 0; i < b.n_leaves; i++) {
+        if (b.leaves[i].leaf == vq) grads[0] = b.leaves[i].grad;
+        if (b.leaves[i].leaf == vk) grads[1] = b.leaves[i].grad;
+        if (!strcmp(b.leaves[i].leaf->name, "seed of the output")) seed = b.leaves[i].leaf;
+    }
+    cg_plan *plan = b.plan;
+    cg_exec *exec = cg_exec_new(plan, NULL, &b.error); /* leaves must be readable between runs: one arena */
+    ck_assert_ptr_nonnull(exec);
+    for (int i = 0; i < b.n_leaves; i++) {
+        const cg_value *leaf = b.leaves[i].leaf;
+        memcpy(cg_exec_data(exec, leaf), b.leaves[i].data, (size_t)cg_tensor_bytes(leaf->dtype, &leaf->shape));
+    }
+    const cg_gradcheck check = {.exec = exec,
+                                .n_outputs = 1,
+                                .outputs = outputs,
+                                .seeds = &seed,
+                                .n_wrt = 2,
+                                .wrt = wrt,
+                                .grads = grads,
+                                .full_jacobian = true};
+    cg_gradcheck_report report;
+    if (!cg_gradcheck_run(&check, NULL, &report, &b.error)) ck_abort_msg("%s", b.error.text);
+    cg_exec_free(exec);
+    bench_free(&b);
+    return report;
+}
+
+/* A dot of exactly 0 is a kink, not a failure; close by there is none; everything at a kink is no pass. */
+START_TEST(s39_dots_of_exactly_zero) {
+    for (int form = 0; form < 2; form++) {
+        const double q[] = {1, -1, 2, 1}, w[] = {1, 0.5}, zeros[4] = {0};
+        for (int kink = 0; kink < 2; kink++) {
+            cg_gradcheck_report r = check_scores(form, q, (double[]){1, kink ? 1 : 0.9}, w, 2, 2);
+            ck_assert_msg(r.ok, "%s", r.worst);
+            ck_assert((r.n_kinks > 0) == kink);
+        }
+        cg_gradcheck_report one = check_scores(form, q, (double[]){1, 0.9}, w, 1, 2);
+        ck_assert(one.ok && one.n_kinks == 0);
+        cg_gradcheck_report none = check_scores(form, zeros, zeros, w, 2, 2);
+        ck_assert(!none.ok);
+        for (int i = 0; i < 40; i++) { /* small integers: many dots are 0 */
+            double a[4], k[2];
+            for (int j = 0; j < 4; j++) a[j] = (double)cg_random_below(5, (uint64_t)i, (uint64_t)j, 3) - 1;
+            for (int j = 0; j < 2; j++) k[j] = (double)cg_random_below(6, (uint64_t)i, (uint64_t)j, 3) - 1;
+            const bool zero[2] = {a[0] * k[0] + a[1] * k[1] == 0, a[2] * k[0] + a[3] * k[1] == 0};
+            const bool above[2] = {a[0] * k[0] + a[1] * k[1] > 0, a[2] * k[0] + a[3] * k[1] > 0};
+            cg_gradcheck_report r = check_scores(form, a, k, w, 2, 2);
+            ck_assert_msg(r.ok || !(above[0] || above[1]), "%s", r.worst);
+            ck_assert(r.n_kinks == 0 || zero[0] || zero[1]);
+        }
+    }
+}
+END_TEST
+
 SUITE("cases_rows", s01_s02_every_teacher_and_support_by_plain_loops, s03_any_compressed_mass,
       s03_heads_of_unlike_mass, s04_any_gap_of_the_student, s06_any_sign_of_weights_and_dots,
       s08_any_rows_are_padding, s09_heads_cut_over_ranks, s10_the_sum_lands_in_the_callers_leaf,
       s11_an_empty_row_at_every_place, s13_empty_places_of_any_number, s15_rows_of_any_number_select_one_entry,
       s18_rows_do_not_share_lists, s49_an_empty_list_is_window_and_sink, s20_every_width_and_k,
-      s19_ties_of_every_kind, s20_minus_infinity, s21_relu_decides_the_selection)
+      s19_ties_of_every_kind, s20_minus_infinity, s21_relu_decides_the_selection,
+      s28_entries_turn_by_their_first_token, s44_pairs_are_neighbours, s39_dots_of_exactly_zero)
