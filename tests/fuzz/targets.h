@@ -1,0 +1,190 @@
+/* What is fuzzed: every reader of bytes from outside, by the function that the program itself calls.
+ *
+ * A target gets any bytes. Beyond what the sanitizers see, it aborts when a refusal is no clean sentence, and when
+ * what was accepted does not stand: data outside its bounds, a configuration that does not come back the same.
+ * tests/fuzz/fuzz.c gives one to libFuzzer; tests/test_fuzz_corpus.c gives all of them the stored files. */
+#ifndef CG_TESTS_FUZZ_TARGETS_H
+#define CG_TESTS_FUZZ_TARGETS_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* memfd_create */
+#endif
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "core/archive.h"
+#include "models/config.h"
+#include "models/dump.h"
+#include "models/row.h"
+
+typedef void fuzz_target(const uint8_t *data, size_t size);
+
+static inline void fuzz_expect(bool ok, const char *what, const char *text) {
+    if (ok) return;
+    fprintf(stderr, "%s: %s\n", what, text);
+    abort();
+}
+
+/* One line that names a cause, for bad input; anything else is memory that ran out. */
+static inline void fuzz_check_refusal(const cg_error *error) {
+    fuzz_expect(error->code == CG_BAD_INPUT || (error->code == CG_FAILED && strstr(error->text, "no memory")),
+                "a refusal with another code than bad input", error->text);
+    fuzz_expect(error->text[0] != 0, "a refusal without a sentence", "");
+    for (const char *c = error->text; *c; c++)
+        fuzz_expect((unsigned char)*c >= 0x20 && *c != 0x7f, "a sentence with control characters", error->text);
+}
+
+/* A file that lies in memory only. */
+typedef struct fuzz_file {
+    int fd;
+    char path[40];
+} fuzz_file;
+
+static inline fuzz_file fuzz_file_make(const void *data, size_t size) {
+    fuzz_file file = {memfd_create("fuzz", MFD_CLOEXEC), ""};
+    fuzz_expect(file.fd >= 0 && write(file.fd, data, size) == (ssize_t)size, "no file in memory", "");
+    snprintf(file.path, sizeof file.path, "/proc/self/fd/%d", file.fd);
+    return file;
+}
+
+/* Reads every byte, so that one outside its bounds is seen. */
+static inline void fuzz_touch(const cg_named_tensor *t) {
+    volatile unsigned sum = 0;
+    const unsigned char *data = t->tensor.data;
+    int64_t bytes = cg_tensor_bytes(t->tensor.dtype, &t->tensor.shape);
+    fuzz_expect(t->tensor.shape.n_dims >= 0 && t->tensor.shape.n_dims <= CG_MAX_DIMS && bytes >= 0, "bad shape",
+                t->name);
+    for (int64_t i = 0; i < bytes; i++) sum += data[i];
+    for (const char *c = t->name; *c; c++) sum += (unsigned char)*c;
+}
+
+static inline void fuzz_safetensors(const uint8_t *data, size_t size) {
+    fuzz_file file = fuzz_file_make(data, size);
+    cg_error error = {0};
+    cg_safetensors *tensors = cg_safetensors_open(file.path, &error);
+    if (!tensors) {
+        fuzz_check_refusal(&error);
+    } else {
+        const char *key, *value;
+        for (int i = 0; i < cg_safetensors_count(tensors); i++) {
+            const cg_named_tensor *t = cg_safetensors_at(tensors, i);
+            fuzz_touch(t);
+            fuzz_expect(cg_safetensors_find(tensors, t->name) == &t->tensor, "a name that is not found",
+                        t->name);
+        }
+        for (void *at = NULL; cg_safetensors_metadata_next(tensors, &at, &key, &value);)
+            fuzz_expect(cg_safetensors_metadata(tensors, key) == value, "metadata that is not found", key);
+    }
+    cg_safetensors_close(tensors);
+    close(file.fd);
+}
+
+/* npy and npz; safetensors too, through the common front. */
+static inline void fuzz_archive(const uint8_t *data, size_t size) {
+    fuzz_file file = fuzz_file_make(data, size);
+    cg_error error = {0};
+    cg_archive *archive = cg_archive_open(file.path, &error);
+    if (!archive) fuzz_check_refusal(&error);
+    for (int i = 0; archive && i < cg_archive_count(archive); i++) {
+        const cg_named_tensor *t = cg_archive_at(archive, i);
+        fuzz_touch(t);
+        fuzz_expect((uintptr_t)t->tensor.data % cg_dtype_bytes(t->tensor.dtype) == 0,
+                    "data that is not aligned", t->name);
+        fuzz_expect(cg_archive_find(archive, t->name) == &t->tensor, "a name that is not found", t->name);
+    }
+    cg_archive_close(archive);
+    close(file.fd);
+}
+
+/* What is accepted is written and read again: the same. */
+static inline void fuzz_config(const uint8_t *data, size_t size) {
+    fuzz_file file = fuzz_file_make(data, size);
+    cg_error error = {0};
+    cg_config config = cg_config_toy();
+    if (!cg_config_load(&config, file.path, &error)) {
+        fuzz_check_refusal(&error);
+    } else {
+        fuzz_expect(cg_config_check(&config, &error), "accepted and then refused", error.text);
+        char *text = cg_config_json(&config);
+        fuzz_expect(text != NULL, "a configuration that is not written", "");
+        fuzz_file again = fuzz_file_make(text, strlen(text));
+        cg_config same = cg_config_toy();
+        fuzz_expect(cg_config_load(&same, again.path, &error), "written and then refused", error.text);
+        char *same_text = cg_config_json(&same);
+        fuzz_expect(same_text && !strcmp(text, same_text), "another configuration when read again", text);
+        free(same_text);
+        free(text);
+        close(again.fd);
+    }
+    close(file.fd);
+}
+
+static inline void fuzz_row(const uint8_t *data, size_t size) {
+    cg_error error = {0};
+    char *copy = malloc(size ? size : 1); /* exactly its bytes, no 0 behind them */
+    if (size) memcpy(copy, data, size);
+    cg_row *row = cg_row_read(copy, size, NULL, 0, &error);
+    free(copy);
+    if (!row) {
+        fuzz_check_refusal(&error);
+        return;
+    }
+    cg_row_result *result = cg_row_run(row, &error);
+    if (!result) fuzz_check_refusal(&error);
+    for (int i = 0; result && i < result->n; i++) {
+        const cg_row_array *a = &result->arrays[i];
+        volatile double sum = 0;
+        for (int64_t k = 0; k < a->rows * a->columns; k++) sum += a->x[k];
+        fuzz_expect(cg_row_find(result, a->name) == a, "a result that is not found", a->name);
+    }
+    cg_row_result_free(result);
+    cg_row_free(row);
+}
+
+/* A dump, as csagrad check opens it, and every row that it offers. Numbers that the file lacks (an npz has none)
+ * come from options. */
+static inline void fuzz_dump(const uint8_t *data, size_t size) {
+    fuzz_file file = fuzz_file_make(data, size);
+    cg_error error = {0};
+    const char *paths[] = {file.path};
+    cg_dump_options options = {.paths = paths, .n_paths = 1};
+    cg_dump *dump = cg_dump_open(&options, &error);
+    if (!dump) {
+        static const char *const numbers[][2] = {{"ratio", "4"}, {"window", "2"}, {"topk", "1"}};
+        fuzz_check_refusal(&error);
+        options.settings = numbers;
+        options.n_settings = 3;
+        error = (cg_error){0};
+        dump = cg_dump_open(&options, &error);
+        if (!dump) fuzz_check_refusal(&error);
+    }
+    for (int id = 0; dump && id < CG_DUMP_ARRAYS; id++) {
+        const cg_dump_array *a = &dump->array[id];
+        bool per_row = a->name && id != CG_DUMP_SINK && id != CG_DUMP_GRAD_SINK && id != CG_DUMP_LOSS &&
+                       id != CG_DUMP_K_INDEXER && id != CG_DUMP_GRAD_K_INDEXER && id != CG_DUMP_COMPRESSED_KV &&
+                       id != CG_DUMP_GRAD_COMPRESSED_KV &&
+                       (id < CG_DUMP_CU_SEQLENS || id == CG_DUMP_VALID_ROWS);
+        if (!per_row) continue;
+        double *row = malloc(sizeof *row * (size_t)(a->heads * a->width + 1));
+        for (int64_t t = 0; t < dump->T; t++) cg_dump_row(dump, (cg_dump_id)id, t, row);
+        free(row);
+    }
+    cg_dump_close(dump);
+    close(file.fd);
+}
+
+static const struct {
+    const char *name;
+    fuzz_target *run;
+} fuzz_targets[] = {{"safetensors", fuzz_safetensors},
+                    {"archive", fuzz_archive},
+                    {"config", fuzz_config},
+                    {"row", fuzz_row},
+                    {"dump", fuzz_dump}};
+enum { N_FUZZ_TARGETS = sizeof fuzz_targets / sizeof fuzz_targets[0] };
+
+#endif
