@@ -84,6 +84,10 @@ static void blocks_dead(cg_exec *exec, int t) {
 
 /* ---- arguments ---- */
 
+/* Kernels divide their workspace among threads also where it is empty, and C forbids that on NULL. Only the end of
+ * this is handed out: there is no byte to write. */
+static _Alignas(CG_ALIGN) char no_workspace[CG_ALIGN];
+
 static void *storage_data(const cg_exec *exec, const cg_value *value) {
     int s = exec->plan->storage_of[value->id];
     return s < 0 ? NULL : exec->data[s];
@@ -100,7 +104,7 @@ static void point_outputs(cg_exec *exec, int t) {
     step_args *step = &exec->steps[t];
     for (int s = 0; s < node->n_out; s++) step->tensors[node->n_in + s].data = storage_data(exec, node->out[s]);
     int workspace = exec->plan->workspace_of[t];
-    step->args.workspace = workspace < 0 ? NULL : exec->data[workspace];
+    step->args.workspace = workspace < 0 ? no_workspace + sizeof no_workspace : exec->data[workspace];
 }
 
 static void point(cg_exec *exec, int t) {
