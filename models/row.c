@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/shown.h"
 #include "core/suggest.h"
 #include "graph/op.h"
 
@@ -77,16 +78,10 @@ typedef struct reader {
     cg_error *error;
 } reader;
 
-typedef struct shown_text {
-    char text[48];
-} shown_text;
-
-static shown_text shown(const json_t *value) {
-    shown_text s;
+/* A value as JSON, fit for a sentence. */
+static cg_shown_word shown(const json_t *value) {
     char *full = json_dumps(value, JSON_ENCODE_ANY | JSON_ENSURE_ASCII | JSON_COMPACT);
-    bool cut = full && strlen(full) >= sizeof s.text;
-    snprintf(s.text, sizeof s.text, "%.*s%s", cut ? (int)sizeof s.text - 5 : (int)sizeof s.text - 1,
-             full ? full : "?", cut ? "..." : "");
+    cg_shown_word s = cg_shown(full ? full : "?");
     free(full);
     return s;
 }
@@ -166,10 +161,13 @@ static bool read_array(reader *r, int key, const json_t *value) {
 static bool read_word(reader *r, int key, const json_t *value) {
     char *text = key == CONTRACT ? r->contract : r->dtype;
     size_t bytes = key == CONTRACT ? sizeof r->contract : sizeof r->dtype;
-    if (!json_is_string(value) || json_string_length(value) >= bytes)
+    const char *word = json_is_string(value) ? json_string_value(value) : "";
+    bool odd = false;
+    for (const char *c = word; *c; c++) odd |= (unsigned char)*c < ' ' || *c == 127;
+    if (!json_is_string(value) || json_string_length(value) >= bytes || odd)
         return cg_fail(r->error, CG_BAD_INPUT, "%s must be a short text, got %s", keys[key].name,
                        shown(value).text);
-    snprintf(text, bytes, "%s", json_string_value(value));
+    snprintf(text, bytes, "%s", word);
     *(key == CONTRACT ? &r->has_contract : &r->has_dtype) = true;
     return true;
 }
