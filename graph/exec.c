@@ -246,7 +246,7 @@ static void measure_step(cg_exec *exec, int t) {
         const cg_tensor *tensor = &step->tensors[i];
         if (tensor->data) measure(exec, tensor->data, cg_tensor_bytes(tensor->dtype, &tensor->shape));
     }
-    if (step->args.workspace)
+    if (exec->plan->workspace_of[t] >= 0)
         measure(exec, step->args.workspace, exec->plan->storages[exec->plan->workspace_of[t]].bytes);
 }
 
@@ -258,7 +258,7 @@ static void poison(cg_exec *exec, int t) {
         if (storage->taken_over >= 0) continue; /* its bytes are the input */
         memset(step->args.out[s].data, 0xff, (size_t)storage->bytes);
     }
-    if (step->args.workspace)
+    if (exec->plan->workspace_of[t] >= 0)
         memset(step->args.workspace, 0xff, (size_t)exec->plan->storages[exec->plan->workspace_of[t]].bytes);
 }
 
