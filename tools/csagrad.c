@@ -23,6 +23,8 @@ static const command commands[] = {
      csagrad_plan},
     {"gradcheck", "compare all gradients with central differences: each op, then a whole small model",
      csagrad_gradcheck},
+    {"check", "say which contract a dump of attention and indexer loss follows, and where it first differs",
+     csagrad_check},
     {"dump", "write a CSA layer's inputs and answers under a named contract, to test other code against",
      csagrad_dump},
     {"ops", "list the ops: what each saves for backward, and what recompute may do with it", csagrad_ops},

@@ -6,6 +6,7 @@
 #ifndef CG_TOOLS_CSAGRAD_H
 #define CG_TOOLS_CSAGRAD_H
 
+int csagrad_check(int argc, char **argv);
 int csagrad_check_row(int argc, char **argv); /* for csagrad check --row */
 int csagrad_config(int argc, char **argv);
 int csagrad_dump(int argc, char **argv);

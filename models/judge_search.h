@@ -1,0 +1,142 @@
+/* Inside of judge_loss.c: which combinations give the numbers of the rows. */
+#ifndef CG_MODELS_JUDGE_SEARCH_H
+#define CG_MODELS_JUDGE_SEARCH_H
+
+#include "models/judge.h"
+
+enum {
+    TEACHERS = 4,
+    SUPPORTS = 3, /* sparse, dense, dense over the sparse denominator */
+    NORMALISES = 3,
+    HEADS = 5,
+    TARGETS = TEACHERS * SUPPORTS * NORMALISES * HEADS * 2,
+    KLS = 5,
+    FORMS = 2, /* of scores */
+    VALUES = TARGETS * KLS * FORMS,
+    SLOPES = 3,                           /* derivatives: exact, eps, clamp-tiny */
+    GRADS = TARGETS * SLOPES * FORMS * 4, /* predict-minus-target, relu-leak */
+    REDUCTIONS = 6,
+    FACTORS = REDUCTIONS * 3 * 2, /* coefficient, sign */
+    ZERO_FACTOR = FACTORS,
+    LISTED = 512, /* contracts whose loss is summed */
+    SAMPLE = 48,
+    MEASURED = 6 /* rows that the nearest contract is looked for on */
+};
+#define DIRECTION (UINT64_C(1) << 63)
+#define ALL_FACTORS ((UINT64_C(1) << (FACTORS + 1)) - 1)
+
+typedef struct target_key {
+    int teacher, support, normalise, heads, underflow;
+} target_key;
+
+static inline target_key key_of(int t) {
+    target_key k;
+    k.underflow = t % 2, t /= 2;
+    k.heads = t % HEADS, t /= HEADS;
+    k.normalise = t % NORMALISES, t /= NORMALISES;
+    k.support = t % SUPPORTS;
+    k.teacher = t / SUPPORTS;
+    return k;
+}
+
+static inline int number_of(target_key k) {
+    return (((k.teacher * SUPPORTS + k.support) * NORMALISES + k.normalise) * HEADS + k.heads) * 2 +
+           k.underflow;
+}
+
+static inline cg_contract contract_of(int t, int kl, int form) {
+    const target_key k = key_of(t);
+    cg_contract c = cg_contract_default();
+    c.value[CG_AXIS_TEACHER] = k.teacher;
+    c.value[CG_AXIS_SUPPORT] = k.support ? CG_SUPPORT_IS_DENSE : CG_SUPPORT_IS_SPARSE;
+    c.value[CG_AXIS_NORMALISE] = k.normalise;
+    c.value[CG_AXIS_HEADS] = k.heads;
+    c.value[CG_AXIS_KL] = kl;
+    c.value[CG_AXIS_SCORES] = form;
+    if (k.support == 2) c.faults |= CG_FAULT_DENSE_OVER_SPARSE_LSE;
+    if (k.underflow) c.faults |= CG_FAULT_TEACHER_UNDERFLOW;
+    return c;
+}
+
+static inline int target_of(const cg_contract *c) {
+    const bool dense = c->value[CG_AXIS_SUPPORT] == CG_SUPPORT_IS_DENSE;
+    return number_of((target_key){
+        c->value[CG_AXIS_TEACHER], dense ? (c->faults & CG_FAULT_DENSE_OVER_SPARSE_LSE ? 2 : 1) : 0,
+        c->value[CG_AXIS_NORMALISE], c->value[CG_AXIS_HEADS], (c->faults & CG_FAULT_TEACHER_UNDERFLOW) != 0});
+}
+
+static inline int value_number(int t, int kl, int form) { return (t * KLS + kl) * FORMS + form; }
+static inline int grad_number(int t, int slope, int form, int extra) {
+    return ((t * SLOPES + slope) * FORMS + form) * 4 + extra;
+}
+static inline int slope_of(int kl) { return kl == CG_KL_IS_EPS ? 1 : kl == CG_KL_IS_CLAMP_TINY ? 2 : 0; }
+static inline int kl_of_slope(int slope) {
+    return slope == 1 ? CG_KL_IS_EPS : slope == 2 ? CG_KL_IS_CLAMP_TINY : CG_KL_IS_EXACT;
+}
+
+static inline cg_contract with_factor(cg_contract c, int f) {
+    if (f == ZERO_FACTOR) {
+        c.faults |= CG_FAULT_GRADIENT_ZERO;
+        return c;
+    }
+    c.value[CG_AXIS_REDUCTION] = f / 6;
+    if (f / 2 % 3 == 1) c.faults |= CG_FAULT_COEFF_MISSING;
+    if (f / 2 % 3 == 2) c.faults |= CG_FAULT_COEFF_TWICE;
+    if (f % 2) c.faults |= CG_FAULT_GRADIENT_SIGN;
+    return c;
+}
+
+/* ---- what is still possible ---- */
+
+typedef struct tables {
+    unsigned char target[TARGETS * FORMS], predict[2][FORMS], kl[VALUES];
+    uint64_t grad[GRADS]; /* bits: factors; DIRECTION: fits up to some factor */
+} tables;
+
+/* Sums over rows for one listed contract. */
+typedef struct listed {
+    int target, kl, form;
+    double sum, noise, padding,
+        of_means; /* of kl over real rows; its variance; over padding; sum of kl / real rows of
+                                             the segment */
+} listed;
+
+enum { Q_TARGET, Q_LOG_PREDICT, Q_PREDICT, Q_KL, Q_LOSS, Q_GRAD_Q, Q_GRAD_W, Q_GRAD_K, QUANTITIES };
+typedef struct quantity_name {
+    const char *name;
+    cg_dump_id id;
+} quantity_name;
+extern const quantity_name judge_quantity[QUANTITIES];
+
+typedef struct search {
+    judge *j;
+    cg_contract expected;
+    bool has[QUANTITIES], has_value, has_grad;
+    bool coarse; /* no quantity is stored finer than f32 */
+    tables *start;
+    listed list[LISTED];
+    int n_list, first_listed[TARGETS + 1]; /* the list is sorted by target */
+    double loss;                           /* the dump's */
+    cg_contract grad_k[2];                 /* contracts whose k gradient is summed: expected, found */
+    int n_grad_k;
+} search;
+
+typedef struct result {
+    judge_stat stats[QUANTITIES];
+    listed list[LISTED];
+    double *dk[2],
+        *dk_noise; /* [keys, Di] gradients of k_indexer, [keys] what rounding may change; freed by the caller */
+    int64_t padding_value, padding_grad; /* padding rows that hold something */
+    double sum_fg, sum_ff;               /* of gradients along the expected direction */
+} result;
+
+bool judge_usable(const search *s, int target); /* the dump has what its denominator needs */
+
+/* The rows of a sample: spread out, and the last one with keys among them. One after the other: each drops what the
+ * next need not look at. With `distance` [TARGETS], nothing is dropped: how far targets are, over a few rows. */
+bool judge_search_sample(search *s, double *distance, int *n_measured);
+
+/* Every row: what is left of the tables, errors beside the expected, sums. */
+bool judge_search_all(search *s, result *out, bool match, bool compare);
+
+#endif
