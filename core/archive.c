@@ -70,14 +70,20 @@ static bool set_name(cg_archive *archive, int i, const char *name, size_t bytes,
     return is_utf8(copy) || cg_fail(error, CG_BAD_INPUT, "the name is not UTF-8");
 }
 
-/* Tensor i from the data of an array in this machine's order or another; `from` may be a copy that is owned already. */
+/* Tensor i from the data of an array, which lies in the file, or in copies[i] already. */
 static bool set_tensor(cg_archive *archive, int i, const cg_npy *npy, const char *from, cg_error *error) {
+    enum { PIECE = 1 << 17 }; /* elements: the pages of a piece are given back before the next one is read */
     cg_tensor *t = &archive->tensors[i].tensor;
     *t = (cg_tensor){.dtype = npy->dtype, .shape = npy->shape, .data = (void *)from};
     if (cg_npy_is_plain(npy) && is_aligned(from, npy->dtype)) return true;
     t->data = allocate(npy->data_bytes, error);
     if (!t->data) return false;
-    cg_npy_copy(npy, from, t->data);
+    int64_t element = (int64_t)cg_dtype_bytes(npy->dtype), n = npy->data_bytes / element;
+    for (int64_t first = 0; first < n; first += PIECE) {
+        int64_t piece = n - first < PIECE ? n - first : PIECE;
+        cg_npy_copy(npy, from, first, piece, t->data);
+        if (!archive->copies[i]) cg_file_drop(from + first * element, (size_t)(piece * element));
+    }
     free(archive->copies[i]);
     archive->copies[i] = t->data;
     return true;

@@ -125,6 +125,13 @@ void cg_file_unmap(void *map, size_t bytes) {
     if (map) munmap(map, bytes);
 }
 
+void cg_file_drop(const void *begin, size_t bytes) {
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = (uintptr_t)begin, end = first + bytes;
+    first += (page - first % page) % page; /* whole pages: the rest of the outer two may be in use */
+    end -= end % page;
+    if (first < end) madvise((void *)first, end - first, MADV_DONTNEED);
+}
+
 bool cg_file_fail(cg_error *error, const cg_error *inner, const char *path) {
     enum { SHOWN = 160 };
     size_t length = strlen(path);

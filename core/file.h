@@ -18,6 +18,10 @@ bool cg_file_read(const char *path, size_t max_bytes, char **data, size_t *bytes
 bool cg_file_map(const char *path, void **map, size_t *bytes, cg_error *error);
 void cg_file_unmap(void *map, size_t bytes); /* NULL is fine */
 
+/* A part of a mapping that has been read and is not needed for now: its memory goes back to the machine, and comes
+ * from the file again when it is read once more. Only for memory of cg_file_map. */
+void cg_file_drop(const void *begin, size_t bytes);
+
 /* Hand on a sentence with "PATH: " before it, into an error that may hold an older one; returns false. Only the
  * end of a very long path is shown. */
 bool cg_file_fail(cg_error *error, const cg_error *inner, const char *path);

@@ -219,26 +219,36 @@ static void swap_bytes(unsigned char *data, int64_t n, size_t element) {
         }
 }
 
-void cg_npy_copy(const cg_npy *npy, const void *from, void *to) {
-    size_t element = cg_dtype_bytes(npy->dtype);
-    int64_t n = npy->data_bytes / (int64_t)element;
-    if (n == 0) return;
-    if (!npy->fortran) {
-        memcpy(to, from, (size_t)npy->data_bytes);
-    } else { /* walk the rows of the result; the source jumps */
-        int64_t index[CG_MAX_DIMS] = {0}, stride[CG_MAX_DIMS];
-        int last = npy->shape.n_dims - 1;
-        int64_t place = 0, step = (int64_t)element;
-        for (int d = 0; d <= last; step *= npy->shape.dims[d++]) stride[d] = step;
-        for (int64_t i = 0; i < n; i++) {
-            memcpy((char *)to + i * (int64_t)element, (const char *)from + place, element);
-            for (int d = last; d >= 0; d--) {
-                place += stride[d];
-                if (++index[d] < npy->shape.dims[d]) break;
-                place -= index[d] * stride[d];
-                index[d] = 0;
-            }
+/* Walks the stored elements in their order; the places in the result jump. */
+static void copy_turned(const cg_npy *npy, const char *from, int64_t first, int64_t n, char *to) {
+    const cg_shape *shape = &npy->shape;
+    int64_t element = (int64_t)cg_dtype_bytes(npy->dtype), place = 0, step = element, rest = first;
+    int64_t index[CG_MAX_DIMS], stride[CG_MAX_DIMS];
+    for (int d = shape->n_dims - 1; d >= 0; step *= shape->dims[d--]) stride[d] = step;
+    for (int d = 0; d < shape->n_dims; rest /= shape->dims[d++]) {
+        index[d] = rest % shape->dims[d];
+        place += index[d] * stride[d];
+    }
+    for (int64_t i = 0; i < n; i++) {
+        memcpy(to + place, from + (first + i) * element, (size_t)element);
+        if (npy->big_endian) swap_bytes((unsigned char *)to + place, 1, (size_t)element);
+        for (int d = 0; d < shape->n_dims; d++) {
+            place += stride[d];
+            if (++index[d] < shape->dims[d]) break;
+            place -= index[d] * stride[d];
+            index[d] = 0;
         }
     }
-    if (npy->big_endian) swap_bytes(to, n, element);
+}
+
+void cg_npy_copy(const cg_npy *npy, const void *from, int64_t first, int64_t n, void *to) {
+    size_t element = cg_dtype_bytes(npy->dtype);
+    if (n == 0) return;
+    if (npy->fortran) {
+        copy_turned(npy, from, first, n, to);
+        return;
+    }
+    int64_t place = first * (int64_t)element;
+    memcpy((char *)to + place, (const char *)from + place, (size_t)n * element);
+    if (npy->big_endian) swap_bytes((unsigned char *)to + place, n, element);
 }

@@ -33,7 +33,9 @@ bool cg_npy_parse(const void *start, int64_t header_bytes, cg_npy *npy, cg_error
 /* Is the stored data a row-major array of this machine already? */
 bool cg_npy_is_plain(const cg_npy *npy);
 
-/* Copy the data at `from`, which need not be aligned, to `to` as a row-major array of this machine. */
-void cg_npy_copy(const cg_npy *npy, const void *from, void *to);
+/* Copy n stored elements, from element number `first` on, to where they belong in `to`, which becomes a row-major
+ * array of this machine. `from` is where the data begins, and need not be aligned. Parts can be copied one after the
+ * other. */
+void cg_npy_copy(const cg_npy *npy, const void *from, int64_t first, int64_t n, void *to);
 
 #endif

@@ -5,6 +5,7 @@
 
 #include <zlib.h>
 
+#include "core/file.h"
 #include "core/shown.h"
 
 /* Record sizes without their variable parts, and signatures, as the format (APPNOTE.TXT) gives them. */
@@ -315,8 +316,9 @@ void cg_zip_free(cg_zip *zip) {
     *zip = (cg_zip){0};
 }
 
-/* zlib counts in 32 bits: hand it pieces. */
-static uInt piece(uint64_t left) { return left < 1u << 30 ? (uInt)left : 1u << 30; }
+/* Packed data is read in pieces, whose memory goes back to the machine before the next one is read: beside what it
+ * becomes, an archive takes no memory. zlib counts in 32 bits anyway. */
+static uInt piece(uint64_t left) { return left < 1u << 20 ? (uInt)left : 1u << 20; }
 
 /* Inflate up to `wanted` bytes. *whole: the deflate stream has ended, and all packed bytes are used. */
 static bool inflate_to(const cg_zip_member *m, unsigned char *to, uint64_t wanted, uint64_t *got, bool *whole,
@@ -334,6 +336,7 @@ static bool inflate_to(const cg_zip_member *m, unsigned char *to, uint64_t wante
         stream.next_out = out_left ? to : &none;
         stream.avail_out = out_piece;
         status = inflate(&stream, Z_NO_FLUSH);
+        cg_file_drop(in, in_piece - stream.avail_in);
         in += in_piece - stream.avail_in;
         in_left -= in_piece - stream.avail_in;
         to += out_piece - stream.avail_out;
@@ -363,8 +366,18 @@ bool cg_zip_peek(const cg_zip_member *member, void *to, size_t wanted, size_t *g
     return true;
 }
 
+static uint32_t crc_of(const cg_zip_member *m) {
+    uint32_t crc = 0;
+    const unsigned char *at = m->data;
+    for (uint64_t left = m->bytes; left > 0; at += piece(left), left -= piece(left)) {
+        crc = (uint32_t)crc32_z(crc, at, piece(left));
+        cg_file_drop(at, piece(left));
+    }
+    return crc;
+}
+
 bool cg_zip_unpack(const cg_zip_member *member, void *to, cg_error *error) {
-    const void *data = member->data;
+    uint32_t crc;
     if (member->deflated) {
         uint64_t got;
         bool whole;
@@ -372,11 +385,10 @@ bool cg_zip_unpack(const cg_zip_member *member, void *to, cg_error *error) {
         if (got < member->bytes || !whole)
             return cg_fail(error, CG_BAD_INPUT, "its deflated data is %s than the zip directory says",
                            got < member->bytes ? "shorter" : "longer");
-        data = to;
-    } else if (to && member->bytes) {
-        memcpy(to, member->data, member->bytes);
+        crc = (uint32_t)crc32_z(0, to, member->bytes);
+    } else {
+        crc = crc_of(member);
     }
-    uint32_t crc = (uint32_t)crc32_z(crc32_z(0, NULL, 0), data, member->bytes);
     if (crc != member->crc)
         return cg_fail(error, CG_BAD_INPUT, "its CRC is %08x, the zip directory says %08x: the data is damaged",
                        crc, member->crc);

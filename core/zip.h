@@ -26,7 +26,8 @@ typedef struct cg_zip {
     char *names;
 } cg_zip;
 
-/* Read the directory of the archive of `bytes` bytes at `start`, which must outlive the result. Refuses members
+/* Read the directory of the archive of `bytes` bytes at `start`, a mapping of core/file.h that outlives the result.
+ * Refuses members
  * whose local header says something else than the directory, a repeated name, members that overlap, bytes between
  * members, and sizes that deflate cannot reach (more than 1032 to 1). Sentences come without the file; cg_zip_free
  * in any case. */
@@ -36,8 +37,8 @@ void cg_zip_free(cg_zip *zip);
 /* The first `wanted` bytes of a member, or all that it has, into `to`. Checks no CRC. */
 bool cg_zip_peek(const cg_zip_member *member, void *to, size_t wanted, size_t *got, cg_error *error);
 
-/* All of its bytes into `to`, or NULL to check a stored member in its place. Refuses packed data that is damaged
- * or has another length than stated, and a wrong CRC. */
+/* Check the CRC; a deflated member's bytes go to `to`, those of a stored one stay where they are (`to` is not used).
+ * Refuses deflated data that is damaged or has another length than stated. */
 bool cg_zip_unpack(const cg_zip_member *member, void *to, cg_error *error);
 
 #endif

@@ -761,6 +761,41 @@ START_TEST(npz_cut_and_damaged) {
 }
 END_TEST
 
+/* ---- files that NumPy wrote: np.save, np.savez, np.savez_compressed and zipfile on a pipe ---- */
+
+START_TEST(files_of_numpy) {
+    static const struct {
+        const char *file, *name, *turned; /* turned: the transpose, which NumPy stores in Fortran order */
+    } written[] = {{"npy-f4", "seed-npy-f4", NULL},
+                   {"npy-version2", "seed-npy-version2", NULL},
+                   {"npy-version3", "seed-npy-version3", NULL},
+                   {"npy-fortran", NULL, "seed-npy-fortran"},
+                   {"npz-stored", "a", "b"},
+                   {"npz-deflated", "a", NULL},
+                   {"npz-stream0", "q", NULL},
+                   {"npz-stream1", "q", NULL}};
+    static const float plain[] = {0, 1, 2, 3, 4, 5}, transposed[] = {0, 3, 1, 4, 2, 5};
+    for (size_t i = 0; i < sizeof written / sizeof written[0]; i++) {
+        char place[400];
+        cg_error error = {0};
+        snprintf(place, sizeof place, "%s/tests/fuzz/corpus/archive/seed-%s", CSAGRAD_SOURCE_DIR,
+                 written[i].file);
+        cg_archive *file = cg_archive_open(place, &error);
+        if (!file) ck_abort_msg("%s", error.text);
+        for (int turned = 0; turned < 2; turned++) {
+            const char *name = turned ? written[i].turned : written[i].name;
+            if (!name) continue;
+            const cg_tensor *t = cg_archive_find(file, name);
+            ck_assert_msg(t != NULL, "%s has no %s", place, name);
+            ck_assert_int_eq(t->dtype, CG_F32);
+            ck_assert(cg_shape_equal(&t->shape, turned ? &CG_SHAPE(3, 2) : &CG_SHAPE(2, 3)));
+            ck_assert_mem_eq(t->data, turned ? transposed : plain, sizeof plain);
+        }
+        cg_archive_close(file);
+    }
+}
+END_TEST
+
 /* ---- safetensors through the same front ---- */
 
 START_TEST(safetensors_too) {
@@ -864,6 +899,7 @@ int main(void) {
     tcase_add_test(tcase, npz_overlap);
     tcase_add_test(tcase, npz_zip64_lies);
     tcase_add_test(tcase, npz_cut_and_damaged);
+    tcase_add_test(tcase, files_of_numpy);
     tcase_add_test(tcase, safetensors_too);
     tcase_add_test(tcase, elements_as_doubles);
     SRunner *runner = srunner_create(suite);

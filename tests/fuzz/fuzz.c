@@ -6,13 +6,14 @@
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 void *fuzz_mmap(void *place, size_t bytes, int protection, int flags, int fd, off_t offset);
 int fuzz_munmap(void *map, size_t bytes);
+int fuzz_madvise(void *place, size_t bytes, int advice);
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     FUZZ_TARGET(data, size);
     return 0;
 }
 
-/* core/file.c calls these for mmap and munmap: a mapping ends at a page, memory from malloc at its last byte, so that
+/* core/file.c calls these for mmap, munmap and madvise: a mapping ends at a page, memory from malloc at its last byte, so that
  * AddressSanitizer sees every read past the end of a file. */
 void *fuzz_mmap(void *place, size_t bytes, int protection, int flags, int fd, off_t offset) {
     (void)place, (void)protection, (void)flags;
@@ -26,5 +27,10 @@ void *fuzz_mmap(void *place, size_t bytes, int protection, int flags, int fd, of
 int fuzz_munmap(void *map, size_t bytes) {
     (void)bytes;
     free(map);
+    return 0;
+}
+
+int fuzz_madvise(void *place, size_t bytes, int advice) {
+    (void)place, (void)bytes, (void)advice;
     return 0;
 }
