@@ -2,6 +2,9 @@
  * contract that means it, the number that is wrong; and descriptions that are refused. */
 #include "tests/support.h"
 
+#include <jansson.h>
+#include <sys/wait.h>
+
 #include "core/rng.h"
 #include "models/row.h"
 
@@ -547,9 +550,73 @@ START_TEST(cut_and_damaged_descriptions) {
 }
 END_TEST
 
+/* ---- csagrad check --row ---- */
+
+/* Output (and messages) of the program behind `feed |`; its exit code. */
+static int program(char *text, size_t bytes, const char *feed, const char *arguments) {
+    char command[4096];
+    snprintf(command, sizeof command, "%s '%s' check --row %s 2>&1", feed, CSAGRAD_PROGRAM, arguments);
+    FILE *pipe = popen(command, "r");
+    ck_assert_ptr_nonnull(pipe);
+    size_t n = fread(text, 1, bytes - 1, pipe);
+    text[n] = 0;
+    return WEXITSTATUS(pclose(pipe));
+}
+
+static void expect_program(int code, const char *feed, const char *arguments, const char *says) {
+    char text[1 << 14];
+    int got = program(text, sizeof text, feed, arguments);
+    ck_assert_msg(got == code && strstr(text, says), "%s: exit code %d, \"%s\"", arguments, got, text);
+    if (code == 2) ck_assert_ptr_eq(strchr(text, '\n'), text + strlen(text) - 1); /* one sentence */
+}
+
+#define S01_JSON "{\"q\": [[2,0],[0,1]], \"window\": [[0,3]], \"compressed\": [[1,0],[0,1]], \"sink\": [0,0]}"
+
+START_TEST(command_line) {
+    static const char s01[] =
+        "--q '[[2,0],[0,1]]' --window '[[0,3]]' --compressed '[[1,0],[0,1]]' --sink '[0,0]' "
+        "--scores '[0.3,-0.2]'";
+    static const char feed[] = "printf '%s' '" S01_JSON "' |";
+    char text[1 << 14], arguments[1024];
+    expect_program(0, "", s01, "kl                    0.0610656464345");
+    expect_program(0, feed, "- --scores '[0.3,-0.2]'", "kl                    0.0610656464345");
+    expect_program(0, feed, "- --scores '[0.3,-0.2]' --contract=teacher=window",
+                   "kl                    0.06491182");
+    snprintf(arguments, sizeof arguments, "%s --json --dtype f64 --dout '[[1,2],[3,4]]'", s01);
+    ck_assert_int_eq(program(text, sizeof text, "", arguments), 0);
+    json_error_t why;
+    json_t *root = json_loads(text, 0, &why);
+    ck_assert_msg(root != NULL, "%s: %s", why.text, text);
+    cg_row_result *r = RUN(CG_F64, S01, "dout", "[[1,2],[3,4]]"); /* every number comes out whole */
+    for (int i = 0; i < r->n; i++) {
+        const cg_row_array *a = &r->arrays[i];
+        const json_t *value = json_object_get(root, a->name);
+        ck_assert_msg(value != NULL, "no %s", a->name);
+        for (int64_t k = 0; k < a->rows * a->columns; k++) {
+            const json_t *x = a->matrix ? json_array_get(json_array_get(value, (size_t)(k / a->columns)),
+                                                         (size_t)(k % a->columns))
+                              : json_is_array(value) ? json_array_get(value, (size_t)k)
+                                                     : value;
+            ck_assert(json_number_value(x) == a->x[k]);
+        }
+    }
+    cg_row_result_free(r);
+    json_decref(root);
+    expect_program(0, "", "--q 1 --sink -inf --json", "\"lse\": [\"-Infinity\"]");
+    expect_program(2, "", "", "q, logits or target is needed");
+    expect_program(2, "", "--qq 1", "unknown option --qq, did you mean --q?");
+    expect_program(2, "", "--q", "--q needs a value");
+    expect_program(2, "", "--q '[1,'", "q is no JSON");
+    expect_program(2, "", "--q 1 one two", "one file is wanted, got \"one\" and \"two\"");
+    expect_program(2, "", "/no/such/file", "/no/such/file");
+    expect_program(2, "printf '{' |", "-", "standard input: line 1: no JSON");
+    expect_program(2, "", "--q 1 --contract teacher=ful", "did you mean full?");
+}
+END_TEST
+
 SUITE("row", s01_denominator_of_the_teacher, s02_dense_denominator, s03_little_compressed_mass, s04_no_epsilon,
       s06_gradients_of_the_indexer, s09_heads_are_summed_first, s11_nothing_to_attend_to,
       s12_sink_and_both_roles_of_a_row, s12_central_differences, s13_first_block_masked,
       s14_marker_is_no_address, s15_a_row_listed_twice, s16_garbage_in_rows_that_nobody_names,
       s19_s21_selection, ops_and_contracts_agree, every_contract, bad_descriptions, sizes_that_multiply,
-      cut_and_damaged_descriptions)
+      cut_and_damaged_descriptions, command_line)

@@ -152,8 +152,8 @@ static void print_json(const cg_row *row, const cg_row_result *result) {
 
 static void print_table(const cg_row *row, const cg_row_result *result) {
     char contract[CG_CONTRACT_TEXT];
-    printf("csagrad check --row: %lld heads of %lld, %lld window rows, %lld compressed rows, %s\n%s\n",
-           (long long)row->H, (long long)row->D, (long long)row->W, (long long)row->C,
+    printf("csagrad check --row: heads=%lldx%lld window=%lld compressed=%lld list=%lld dtype=%s\n%s\n",
+           (long long)row->H, (long long)row->D, (long long)row->W, (long long)row->C, (long long)row->K,
            cg_dtype_name(row->dtype), cg_contract_text(&row->contract, contract, sizeof contract));
     for (int i = 0; i < result->n; i++) {
         const cg_row_array *a = &result->arrays[i];
