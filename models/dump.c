@@ -179,6 +179,7 @@ static found *find_id(cg_dump *d, cg_dump_id id, const char *extra) {
 
 static void take(cg_dump *d, cg_dump_id id, found *f) {
     if (!f || d->array[id].name) return;
+    if (id == CG_DUMP_TOPK && f->tensor->shape.n_dims < 2) return; /* a number, not lists */
     f->used = true;
     d->array[id] = (cg_dump_array){.name = f->name,
                                    .file = f->file,
@@ -241,6 +242,10 @@ static void find_tensors(cg_dump *d) {
         d->array[CG_DUMP_WINDOW_LSE] = d->array[CG_DUMP_LSE];
         d->array[CG_DUMP_LSE] = (cg_dump_array){0};
     }
+}
+
+/* Names that stand for nothing. */
+static void list_unused(cg_dump *d) {
     for (int i = 0; i < d->own->n; i++) {
         const found *f = &d->own->list[i];
         if (!f->used && strncmp(f->name, "oracle.", 7) && strncmp(f->name, "info.", 5))
@@ -624,11 +629,6 @@ static bool place_arrays(cg_dump *d, cg_error *error) {
         if (!expect_kind(&d->array[id], whole, error)) return false;
     }
     const cg_dump_array *query = &d->array[CG_DUMP_QUERY], *index = &d->array[CG_DUMP_Q_INDEXER];
-    if (!query->name && !index->name)
-        return cg_fail(error, CG_BAD_INPUT,
-                       "%s: neither query nor q_indexer is there, so nothing of CSA can be judged; name "
-                       "them with --map",
-                       d->own->options->paths[0]);
     if (!find_layout(d, query->name ? query : index, error)) return false;
     d->H = query->name ? size_before_last(query) : 0;
     d->D = query->name ? last_size(query) : 0;
@@ -1024,13 +1024,19 @@ cg_dump *cg_dump_open(const cg_dump_options *options, cg_error *error) {
     d->own = own;
     own->options = options;
     if (open_files(d, options, error) && apply_maps(d, options, error)) {
-        const bool numbers_fine = read_numbers(d, error);
-        if (numbers_fine) {
-            find_tensors(d);
-            if (read_declared(d, error) && place_arrays(d, error) && make_segments(d, error) &&
-                place_columns(d, error) && check_lists(d, error) && check_values(d, error) &&
-                read_lse_form(d, error))
+        find_tensors(d);
+        if (cg_dump_has(d, CG_DUMP_QUERY) || cg_dump_has(d, CG_DUMP_Q_INDEXER)) {
+            if (read_numbers(d, error) && read_declared(d, error) && place_arrays(d, error) &&
+                make_segments(d, error) && place_columns(d, error) && check_lists(d, error) &&
+                check_values(d, error) && read_lse_form(d, error)) {
+                list_unused(d);
                 return d;
+            }
+        } else {
+            cg_fail(error, CG_BAD_INPUT,
+                    "%s: neither query nor q_indexer is there, so nothing of CSA can be judged; name them "
+                    "with --map",
+                    options->n_paths ? options->paths[0] : "no file");
         }
     }
     cg_dump_close(d);

@@ -267,7 +267,7 @@ static double *keys_of(const cg_dump *d, cg_dump_id id, int64_t width, const int
 
 bool judge_open(judge *j, const cg_dump *d, const cg_verdict_options *o, cg_verdict *v, cg_error *error) {
     *j = (judge){.d = d, .v = v, .tolerance = o->tolerance, .n_worst = o->n_worst};
-    j->allowed = o->tolerance > 0 ? 1 : 8;
+    j->allowed = o->tolerance > 0 ? 1 : 4;
     for (int id = 0; id < CG_DUMP_ARRAYS; id++) j->rounding[id] = cg_dtype_rounding(d->array[id].dtype);
     j->has_logits = cg_dump_has(d, CG_DUMP_QUERY) && cg_dump_has(d, CG_DUMP_COMPRESSED_KV);
     j->has_window = cg_dump_has(d, CG_DUMP_KV) && cg_dump_has(d, CG_DUMP_QUERY);

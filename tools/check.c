@@ -136,7 +136,7 @@ static const struct argp_option options[] = {
            "AXIS=VALUE,... that the dump should follow (default: the engine's, with the dump's support and "
            "reduction)"),
     OPTION("tolerance", KEY_TOLERANCE, "X", GROUP_POLICY,
-           "allowed error relative to a row's largest magnitude (default: 8 units of expected rounding)"),
+           "allowed error relative to a row's largest magnitude (default: 4 units of expected rounding)"),
     OPTION("threads", KEY_THREADS, "N", GROUP_POLICY, "results do not depend on it (default: all processors)"),
     TOOL_OUTPUT_HEADER,
     OPTION("rows", KEY_ROWS, "N", GROUP_OUTPUT,
