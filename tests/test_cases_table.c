@@ -4,11 +4,12 @@
 #include "core/file.h"
 
 static char *read_source(const char *name) {
-    char path[512], *text;
+    char path[512], *text = NULL;
     size_t bytes;
     cg_error error = {0};
     snprintf(path, sizeof path, "%s/tests/%s", CSAGRAD_SOURCE_DIR, name);
     if (!cg_file_read(path, 1 << 22, &text, &bytes, &error)) ck_abort_msg("%s", error.text);
+    ck_assert_ptr_nonnull(text);
     return text;
 }
 
@@ -33,10 +34,10 @@ static void expect_test(const char *from, size_t n) {
     snprintf(file, sizeof file, "%s.c", name);
     char *source = read_source(file);
     snprintf(start, sizeof start, "START_TEST(%s)", test);
-    const char *defined = strstr(source, start);
-    ck_assert_msg(defined != NULL, "tests/CASES.md: %s has no test %s", file, test);
+    if (!strstr(source, start)) ck_abort_msg("tests/CASES.md: %s has no test %s", file, test);
     /* run by the list of tests at the end of the file */
-    ck_assert_msg(holds_word(defined + strlen(start), test), "tests/CASES.md: %s does not run %s", file, test);
+    if (!holds_word(strstr(source, start) + strlen(start), test))
+        ck_abort_msg("tests/CASES.md: %s does not run %s", file, test);
     free(source);
 }
 
