@@ -75,7 +75,7 @@ static bool read_word(cursor *c, word *w, const char *expected) {
     return true;
 }
 
-/* Python's True and False; `name` names the key. */
+/* Python's True and False. */
 static bool read_truth(cursor *c, bool *value) {
     static const char *const words[] = {"False", "True"};
     peek(c);
