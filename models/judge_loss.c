@@ -175,12 +175,13 @@ static choice choose(const search *s, const result *all, unsigned parts, bool gr
                     }
                     for (int extra = 0; extra < 4; extra++) {
                         const uint64_t bits = s->start->grad[grad_number(t, slope_of(kl), form, extra)];
-                        for (int sign = 0; sign < 2; sign++) {
-                            if (!(bits >> (v / 4 * 2 + sign) & 1)) continue;
+                        for (int sign = 0; sign < 3; sign++) { /* as it is, opposite, none */
+                            if (!(bits >> (sign == 2 ? ZERO_FACTOR : v / 4 * 2 + sign) & 1)) continue;
                             cg_contract both = c;
                             if (extra & 1) both.faults |= CG_FAULT_PREDICT_MINUS_TARGET;
                             if (extra & 2) both.faults |= CG_FAULT_RELU_LEAK;
-                            if (sign) both.faults |= CG_FAULT_GRADIENT_SIGN;
+                            if (sign)
+                                both.faults |= sign == 2 ? CG_FAULT_GRADIENT_ZERO : CG_FAULT_GRADIENT_SIGN;
                             consider(&best, seen, &both, &s->expected);
                         }
                     }
@@ -544,14 +545,9 @@ static bool judge_grad_k(search *s, result *all, cg_error *error) {
             cg_dump_key(d, CG_DUMP_GRAD_K_INDEXER, b, i, got);
             for (int which = 0; which < (second ? 2 : 1); which++) {
                 const double *want = (which ? found.dk[1] : all->dk[0]) + at * d->Di;
-                const double scale =
-                    which && s->expected.value[CG_AXIS_REDUCTION] != both.value[CG_AXIS_REDUCTION]
-                        ? fabs(cg_contract_grad_factor(&both, &j->counts, d->coeff, 1)) /
-                              fabs(cg_contract_grad_factor(&s->expected, &j->counts, d->coeff, 1))
-                        : 1;
+                const double noise = (which ? found.dk_noise : all->dk_noise)[at];
                 for (int64_t k = 0; k < d->Di; k++)
-                    unit[k] = all->dk_noise[at] * (isfinite(scale) && scale > 1 ? scale : 1) +
-                              4 * j->rounding[CG_DUMP_GRAD_K_INDEXER] * fabs(want[k]) +
+                    unit[k] = noise + 4 * j->rounding[CG_DUMP_GRAD_K_INDEXER] * fabs(want[k]) +
                               0x1p-149 * (j->rounding[CG_DUMP_GRAD_K_INDEXER] > 0x1p-30);
                 judge_compare(j, &stat[which], b, i, at, d->Di, 0, got, want, unit);
             }

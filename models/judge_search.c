@@ -143,13 +143,14 @@ static void gradient(const search *s, piece *p, const cg_contract *c, const doub
                                      .k = j->ki + key0 * E};
     cg_contract_index_grad(c, &index, dscores, p->e, with_q ? p->e + G : NULL, NULL);
     const bool linear = c->value[CG_AXIS_SCORES] == CG_SCORES_ARE_LINEAR;
+    const bool leak = linear || (c->faults & CG_FAULT_RELU_LEAK);
     for (int64_t g = 0; g < G; g++) {
         const double *dots = r->dots + g * n;
         double w = 0, q = 0;
         for (int64_t i = 0; i < n; i++) {
             const double x = linear ? fabs(dots[i]) : dots[i] > 0 ? dots[i] : 0;
             w += x * noise[i] + fabs(dscores[i]) * dot_noise;
-            q += (linear || dots[i] > -dot_noise ? noise[i] : 0) * j->ki_largest[key0 + i];
+            q += (leak || dots[i] > -dot_noise ? noise[i] : 0) * j->ki_largest[key0 + i];
             if (fabs(dots[i]) <= 8 * dot_noise)
                 q += fabs(dscores[i]) * j->ki_largest[key0 + i]; /* either side of the kink */
         }
@@ -461,7 +462,9 @@ static void compare_gradient(const search *s, piece *p) {
                                                      .dots = r->dots,
                                                      .k = j->ki + j->key0[r->segment] * E};
                     cg_contract_index_grad(c, &index, dscores, NULL, NULL, dk);
-                    if (which == 0) { /* rounding of each key's sum, as one number */
+                    const bool leak =
+                        c->value[CG_AXIS_SCORES] == CG_SCORES_ARE_LINEAR || (c->faults & CG_FAULT_RELU_LEAK);
+                    if (which == s->n_grad_k - 1) { /* rounding of each key's sum, as one number */
                         double *u = p->dk_noise + j->key0[r->segment];
                         const double dot_noise = judge_dot_noise(j, r, j->rounding[CG_DUMP_GRAD_K_INDEXER]);
                         for (int64_t g = 0; g < G; g++) {
@@ -470,7 +473,7 @@ static void compare_gradient(const search *s, piece *p) {
                             most *= fabs(r->w[g]);
                             for (int64_t i = 0; i < n; i++) {
                                 const double x = r->dots[g * n + i];
-                                if (x > -dot_noise) u[i] += most * fabs(f) * noise[i];
+                                if (leak || x > -dot_noise) u[i] += most * fabs(f) * noise[i];
                                 if (fabs(x) <= 8 * dot_noise) u[i] += most * fabs(dscores[i]);
                             }
                         }
