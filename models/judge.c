@@ -209,6 +209,12 @@ double judge_dot_noise(const judge *j, const judge_row *r, double rounding) {
     return noise(j->noise_dots, r->largest_dot, rounding);
 }
 
+double judge_floor(double rounding) {
+    return rounding < 0x1p-30    ? 0x1p-1022
+           : rounding == 0x1p-11 ? 0x1p-24
+                                 : 0x1p-126; /* f64, f16, f32 and bf16 */
+}
+
 /* ---- how much float dot products miss ---- */
 
 static void round_f32(const double *x, int64_t n, float *y) {
@@ -339,8 +345,10 @@ static double units_of(double error, double unit) {
 
 bool judge_same(const judge *j, int64_t n, const double *got, const double *want, const double *unit) {
     const double row_largest = j->tolerance > 0 ? largest(want, n) : 0;
-    for (int64_t i = 0; i < n; i++)
-        if (!(error_of(got[i], want[i]) <= j->allowed * unit_of(j, unit[i], row_largest))) return false;
+    for (int64_t i = 0; i < n; i++) {
+        const double error = error_of(got[i], want[i]);
+        if (error > 0 && !(error <= j->allowed * unit_of(j, unit[i], row_largest))) return false;
+    }
     return true;
 }
 

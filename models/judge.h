@@ -67,6 +67,9 @@ double judge_logit_noise(const judge *j, const judge_row *r, double rounding);
 double judge_score_noise(const judge *j, const judge_row *r, double rounding);
 double judge_dot_noise(const judge *j, const judge_row *r, double rounding);
 
+/* What is lost below the normal numbers of the type: frameworks flush it to 0. */
+double judge_floor(double rounding);
+
 /* Compare n elements of row t: unit[i] is the expected rounding of element i; per_head elements belong to a head (0:
  * none has one). True: no difference. */
 bool judge_same(const judge *j, int64_t n, const double *got, const double *want, const double *unit);

@@ -157,7 +157,7 @@ static void output_of(const setting *a, part *w, int64_t n, double *out, double 
             for (int64_t c = 0; c < D; c++) out[h * D + c] += p * k[c];
             size += p * largest_of_key(a, w->key[i]);
         }
-        for (int64_t c = 0; c < D; c++) unit[h * D + c] = relative * size;
+        for (int64_t c = 0; c < D; c++) unit[h * D + c] = relative * size + judge_floor(e);
     }
 }
 
@@ -204,7 +204,8 @@ static void gradient_of(const setting *a, part *w, int64_t n, bool plain_weights
             (window ? into->kv_noise : into->ckv_noise)[place] +=
                 weight * most_g * relative + fabs(scale) * (ds_noise + 2 * e * fabs(ds)) * most_q;
         }
-        for (int64_t c = 0; c < D; c++) w->unit[h * D + c] = noise + 4 * e * fabs(w->dq[h * D + c]);
+        for (int64_t c = 0; c < D; c++)
+            w->unit[h * D + c] = noise + 4 * e * fabs(w->dq[h * D + c]) + judge_floor(e);
         if (!into || !j->has_sink) continue;
         const double sink = exp(j->sink[h] - w->lse[h]);
         into->sink[h] -= sink * delta;
@@ -457,7 +458,7 @@ static void compare_keys(const setting *a, const sums *s, int which, int role, j
                          *key = (window ? s->kv : s->ckv)[1] + at * d->D;
             for (int64_t c = 0; c < d->D; c++) {
                 want[c] = (role != 1 ? value[c] : 0) + (role != 0 ? key[c] : 0);
-                unit[c] = (window ? s->kv_noise : s->ckv_noise)[at] + 4 * e * fabs(want[c]);
+                unit[c] = (window ? s->kv_noise : s->ckv_noise)[at] + 4 * e * fabs(want[c]) + judge_floor(e);
             }
             judge_compare(j, stat, b, i, at, d->D, 0, got, want, unit);
         }
@@ -487,7 +488,8 @@ static bool report(setting *a, judge_stat *stats, const sums *s, cg_error *error
         if (which == A_SINK) {
             const double e = j->rounding[CG_DUMP_GRAD_SINK];
             cg_dump_row(j->d, CG_DUMP_GRAD_SINK, 0, got);
-            for (int64_t h = 0; h < H; h++) unit[h] = s->sink_noise[h] + 4 * e * fabs(s->sink[h]);
+            for (int64_t h = 0; h < H; h++)
+                unit[h] = s->sink_noise[h] + 4 * e * fabs(s->sink[h]) + judge_floor(e);
             judge_compare(j, &stats[which], -1, -1, 0, H, 1, got, s->sink, unit);
             judge_compare(j, &other, -1, -1, 0, H, 1, got, s->sink_other, unit);
         }

@@ -115,7 +115,7 @@ static double loss_unit(const search *s, const listed *l, const cg_contract *c) 
     const double f = fabs(cg_contract_value_factor(c, &s->j->counts, s->j->d->coeff, 1));
     const double e = s->j->rounding[CG_DUMP_LOSS];
     const double spread = c->value[CG_AXIS_REDUCTION] == CG_REDUCTION_IS_MEAN_OF_MEANS ? 1 : 0;
-    return f * sqrt(l->noise) * (1 + spread) + 8 * e * fabs(loss_of(s, l, c)) + 0x1p-149 * (e > 0x1p-30);
+    return f * sqrt(l->noise) * (1 + spread) + 8 * e * fabs(loss_of(s, l, c)) + judge_floor(e);
 }
 
 static bool loss_fits(const search *s, const listed *l, const cg_contract *c) {
@@ -355,11 +355,18 @@ static void say_contract(const search *s, const cg_contract *c, const bool *unde
     const char *between = "";
     for (int a = 0; a < CG_AXES; a++) {
         bool shown = c->value[a] != s->expected.value[a];
-        for (int i = 0; i < 4; i++) shown |= always[i] == a && !undetermined[a];
+        for (int i = 0; i < 4; i++) shown |= always[i] == a;
         if (!shown) continue;
         put(text, bytes, "%s%s=%s", between, cg_axis_names[a], cg_axis_values((cg_axis)a)[c->value[a]]);
         between = ", ";
     }
+    between = " (this dump cannot tell ";
+    for (int a = 0; a < CG_AXES; a++) {
+        if (!undetermined[a]) continue;
+        put(text, bytes, "%s%s", between, cg_axis_names[a]);
+        between = ", ";
+    }
+    if (!strcmp(between, ", ")) put(text, bytes, ")");
     for (int a = 0; a < CG_AXES; a++)
         if (c->value[a] != s->expected.value[a]) put(text, bytes, "; %s", meaning(a, c->value[a]));
     for (int f = 0; f < CG_FAULTS; f++)
@@ -435,15 +442,18 @@ static void report(search *s, const result *all, const double *distance, int n_m
         if (!s->has[q]) continue;
         cg_quantity *x = judge_add(j, judge_quantity[q].name, judge_quantity[q].id, &all->stats[q]);
         if (x->ok) continue;
-        if (q <= Q_LOSS) {
+        if (q == Q_GRAD_Q || q == Q_GRAD_W) {
+            if (joint.found || gradient.found) put(x->says, sizeof x->says, "as the contract below has it");
+        } else if (q <= Q_LOSS) {
             const choice own = choose(s, all, 1u << q, false);
-            if (own.found && value.found && (given >> q & 1)) continue; /* explained by the whole */
-            if (own.found) {
+            if (own.found && value.found && (given >> q & 1)) {
+                put(x->says, sizeof x->says, "as the contract below has it");
+            } else if (own.found) {
                 put(x->says, sizeof x->says, "by itself it follows ");
                 put_difference(x->says, sizeof x->says, &own.c, &s->expected);
             } else {
                 put(x->says, sizeof x->says, "no known contract gives it");
-                if (q == Q_LOSS && x->first.expected != 0)
+                if (q == Q_LOSS && x->first.expected != 0 && isfinite(x->first.got))
                     put(x->says, sizeof x->says, "; it is %.6g times the expected",
                         x->first.got / x->first.expected);
                 if (q == Q_TARGET && n_measured > 0) {
@@ -548,7 +558,7 @@ static bool judge_grad_k(search *s, result *all, cg_error *error) {
                 const double noise = (which ? found.dk_noise : all->dk_noise)[at];
                 for (int64_t k = 0; k < d->Di; k++)
                     unit[k] = noise + 4 * j->rounding[CG_DUMP_GRAD_K_INDEXER] * fabs(want[k]) +
-                              0x1p-149 * (j->rounding[CG_DUMP_GRAD_K_INDEXER] > 0x1p-30);
+                              judge_floor(j->rounding[CG_DUMP_GRAD_K_INDEXER]);
                 judge_compare(j, &stat[which], b, i, at, d->Di, 0, got, want, unit);
             }
         }
@@ -568,7 +578,9 @@ static bool judge_grad_k(search *s, result *all, cg_error *error) {
         q->name = name;
         q->tensor = tensor;
         const bool explained = second && !(stat[1].worst_units > j->allowed);
-        if (!q->ok && !explained) {
+        if (!q->ok && explained) {
+            snprintf(q->says, sizeof q->says, "as the contract below has it");
+        } else if (!q->ok) {
             put(q->says, sizeof q->says,
                 second ? "it does not follow the contract of the other gradients either"
                        : "the other gradients are as expected");

@@ -80,12 +80,10 @@ static int same_as(const search *s, const judge_row *r, int t, double least) {
 
 /* ---- expected rounding ---- */
 
-static double tiny_of(double rounding) { return rounding < 0x1p-30 ? 0x1p-1074 : 0x1p-149; }
-
 /* target: relative, from the logits; a target in f32 before its division has float32's steps and far exponents. */
 static void target_units(const search *s, const judge_row *r, const cg_contract *c, const double *target,
                          double *unit) {
-    const double e = s->j->rounding[CG_DUMP_TARGET], tiny = tiny_of(e);
+    const double e = s->j->rounding[CG_DUMP_TARGET], tiny = judge_floor(e);
     double relative = 4 * e + 2 * judge_logit_noise(s->j, r, e), floor = tiny;
     if (c->faults & CG_FAULT_TEACHER_UNDERFLOW) {
         relative += 250 * 0x1p-24;
@@ -126,6 +124,8 @@ static void gradient(const search *s, piece *p, const cg_contract *c, const doub
     const double logit = 4 * e + 2 * judge_logit_noise(j, r, e) + far,
                  score = 4 * e + 2 * judge_score_noise(j, r, e);
     const double dot_noise = judge_dot_noise(j, r, e);
+    /* unscaled here: what the type flushes, over the smallest factor there may be */
+    const double least = judge_floor(e) * (double)(j->counts.physical + 1);
     const cg_contract_row row = judge_contract_row(j, r, c->value[CG_AXIS_SCORES]);
     cg_contract_dscores(c, &row, target, log_p, dscores);
     const bool sparse = c->value[CG_AXIS_SUPPORT] == CG_SUPPORT_IS_SPARSE;
@@ -154,9 +154,9 @@ static void gradient(const search *s, piece *p, const cg_contract *c, const doub
             if (fabs(dots[i]) <= 8 * dot_noise)
                 q += fabs(dscores[i]) * j->ki_largest[key0 + i]; /* either side of the kink */
         }
-        p->unit[g] = w + 4 * e * fabs(p->e[g]);
+        p->unit[g] = w + 4 * e * fabs(p->e[g]) + least;
         for (int64_t i = 0; with_q && i < E; i++)
-            p->unit[G + g * E + i] = fabs(r->w[g]) * q + 4 * e * fabs(p->e[G + g * E + i]);
+            p->unit[G + g * E + i] = fabs(r->w[g]) * q + 4 * e * fabs(p->e[G + g * E + i]) + least;
     }
 }
 
@@ -227,7 +227,7 @@ static void expected_log_units(const search *s, const judge_row *r, const cg_con
     for (int64_t i = 0; i < r->n; i++) {
         const double u = 2 * score + 2 * e * (fabs(log_p[i]) + 1);
         unit[i] = !in_support(r, c, i)    ? 0
-                  : id == CG_DUMP_PREDICT ? exp(log_p[i]) * (u + 2 * e) + tiny_of(e)
+                  : id == CG_DUMP_PREDICT ? exp(log_p[i]) * (u + 2 * e) + judge_floor(e)
                                           : u;
     }
 }
