@@ -117,8 +117,8 @@ static int64_t list_keys(const setting *a, const judge_row *r, variant v, const 
     return n;
 }
 
-/* Weights of n keys for each head, lse with and without the sink. */
-static void attend(const setting *a, part *w, int64_t n, bool sink) {
+/* Weights of n keys for each head, lse with and without the sink; plain: weights as if there were none. */
+static void attend(const setting *a, part *w, int64_t n, bool sink, bool plain) {
     const judge *j = a->j;
     const int64_t H = j->d->H, D = j->d->D;
     for (int64_t h = 0; h < H; h++) {
@@ -136,7 +136,7 @@ static void attend(const setting *a, part *w, int64_t n, bool sink) {
         w->lse_plain[h] = n ? max + log(sum) : -INFINITY;
         const double z = sink && j->has_sink ? j->sink[h] : -INFINITY, top = fmax(z, w->lse_plain[h]);
         w->lse[h] = top == -INFINITY ? top : top + log(exp(w->lse_plain[h] - top) + exp(z - top));
-        const double share = n ? exp(w->lse_plain[h] - w->lse[h]) / sum : 0;
+        const double share = !n ? 0 : plain ? 1 / sum : exp(w->lse_plain[h] - w->lse[h]) / sum;
         for (int64_t i = 0; i < n; i++) p[i] *= share;
     }
 }
@@ -184,10 +184,13 @@ static void gradient_of(const setting *a, part *w, int64_t n, bool plain_weights
             delta += p[i] * x;
             size += p[i] * fabs(x);
         }
-        const double dp_noise = sqrt((double)D) * e * most_g,
-                     plain = plain_weights ? exp(w->lse[h] - w->lse_plain[h]) : 1;
+        /* the output that the forward saved has the sink in its weights */
+        const double mass = plain_weights ? exp(w->lse_plain[h] - w->lse[h]) : 1;
+        delta *= mass;
+        size *= mass;
+        const double dp_noise = sqrt((double)D) * e * most_g;
         for (int64_t i = 0; i < n; i++) {
-            const double *k = key_row(j, w->key[i]), weight = p[i] * plain, ds = weight * (dp[i] - delta);
+            const double *k = key_row(j, w->key[i]), weight = p[i], ds = weight * (dp[i] - delta);
             const double largest = largest_of_key(a, w->key[i]);
             const double ds_noise = weight * ((fabs(dp[i]) + size) * relative + 2 * dp_noise * largest);
             for (int64_t c = 0; c < D; c++) w->dq[h * D + c] += scale * ds * k[c];
@@ -209,7 +212,8 @@ static void gradient_of(const setting *a, part *w, int64_t n, bool plain_weights
         if (!into || !j->has_sink) continue;
         const double sink = exp(j->sink[h] - w->lse[h]);
         into->sink[h] -= sink * delta;
-        into->sink_other[h] -= sink * delta * exp(w->lse[h] - w->lse_plain[h]);
+        const double keys = exp(w->lse_plain[h] - w->lse[h]); /* 0: nothing that the sum would notice */
+        if (keys > 0) into->sink_other[h] -= sink * delta / keys;
         into->sink_noise[h] += sink * (size * relative + dp_noise * sqrt((double)n + 1));
     }
 }
@@ -264,11 +268,11 @@ static void one_row(const setting *a, part *w, int64_t t, bool forms, bool tries
     }
     r->largest_logit = 0;
     int64_t n = list_keys(a, r, V_NO_COMPRESSED, r->list, n_list, w->key);
-    attend(a, w, n, true);
+    attend(a, w, n, true, false);
     memcpy(w->window, w->lse, (size_t)H * sizeof *w->window);
     memcpy(w->window_plain, w->lse_plain, (size_t)H * sizeof *w->window_plain);
     n = list_keys(a, r, V_RIGHT, r->list, n_list, w->key);
-    attend(a, w, n, true);
+    attend(a, w, n, true, false);
     for (int64_t h = 0; h < H; h++) /* magnitude of the logits, from the largest lse */
         r->largest_logit = fmax(r->largest_logit, fabs(w->lse_plain[h]) + log((double)n + 1));
 
@@ -303,7 +307,7 @@ static void one_row(const setting *a, part *w, int64_t t, bool forms, bool tries
     for (int v = V_NO_SINK; tries && v < VARIANTS; v++) {
         if (!((w->alive_out | w->alive_query) >> v & 1)) continue;
         n = list_keys(a, r, v == V_LSE_NO_SINK ? V_RIGHT : (variant)v, r->list, n_list, w->key);
-        attend(a, w, n, v != V_NO_SINK);
+        attend(a, w, n, v != V_NO_SINK, v == V_LSE_NO_SINK);
         if (w->alive_out >> v & 1) {
             cg_dump_row(d, CG_DUMP_OUTPUT, t, w->got);
             output_of(a, w, n, w->out, w->unit);

@@ -40,7 +40,8 @@ static const char *meaning(int axis, int value) {
 }
 
 static const char *const what_to_dump[CG_AXES] = {
-    [CG_AXIS_TEACHER] = "dump at least two heads that prefer different keys, with weight on window and sink",
+    [CG_AXIS_TEACHER] =
+        "dump at least eight heads that prefer different keys, with unequal weight on window and sink",
     [CG_AXIS_SUPPORT] = "dump rows that see more keys than are selected",
     [CG_AXIS_KL] =
         "dump a row whose prediction or target falls below 1e-10 on a key of some weight, in float64",
