@@ -271,7 +271,7 @@ static bool list_losses(search *s) {
             form == s->expected.value[CG_AXIS_SCORES])
             price = -2;
         else if (fits)
-            price -= 1; /* before those that only the loss could speak for */
+            price = price / 1000 - 1; /* before those that only the loss could speak for */
         all[n++] = (candidate){price, number};
     }
     qsort(all, (size_t)n, sizeof *all, by_cost);

@@ -33,7 +33,8 @@ typedef struct file {
     cg_named_tensor tensors[MOST];
     char names[MOST][64];
     const char *meta[MOST][2];
-    int n, n_meta;
+    char *texts[MOST]; /* that the file owns */
+    int n, n_meta, n_texts;
 } file;
 
 static cg_tensor *tensor_of(file *f, const char *name) {
@@ -104,7 +105,7 @@ static file load(const char *path) {
     }
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
         const char *value = cg_safetensors_metadata(from, keys[i]);
-        if (value) set_meta(&f, keys[i], strdup(value));
+        if (value) set_meta(&f, keys[i], f.texts[f.n_texts++] = strdup(value));
     }
     cg_safetensors_close(from);
     return f;
@@ -121,7 +122,8 @@ static const char *save(file *f, const char *name) {
 
 static void forget(file *f) {
     for (int i = 0; i < f->n; i++) free(f->tensors[i].tensor.data);
-    f->n = 0;
+    for (int i = 0; i < f->n_texts; i++) free(f->texts[i]);
+    f->n = f->n_texts = 0;
 }
 
 /* ---- verdicts ---- */
