@@ -167,6 +167,24 @@ static void read_gradient(const search *s, piece *p) {
     if (s->has[Q_GRAD_Q]) cg_dump_row(s->j->d, CG_DUMP_GRAD_Q_INDEXER, p->r.t, p->got + G);
 }
 
+/* Expected is nothing but rounding: the factors under which what the dump has is no more than that. */
+static uint64_t fit_rounding(const search *s, const piece *p, int64_t from, int64_t to, uint64_t mask) {
+    const judge *j = s->j;
+    const double coeff = isnan(j->d->coeff) ? 1 : j->d->coeff;
+    if (j->tolerance > 0) return mask;
+    uint64_t left = mask & (DIRECTION | UINT64_C(1) << ZERO_FACTOR);
+    for (int k = 0; k < FACTORS; k++) {
+        if (!(mask >> k & 1)) continue;
+        const cg_contract c = with_factor(cg_contract_default(), k);
+        const double want = cg_contract_grad_factor(&c, &j->counts, coeff, j->d->real[p->r.segment]);
+        bool fits = true;
+        for (int64_t i = from; i < to && fits; i++)
+            fits = fabs(p->got[i] - want * p->e[i]) <= 2 * j->allowed * fabs(want) * p->unit[i] + 0x1p-140;
+        if (fits) left |= UINT64_C(1) << k;
+    }
+    return left;
+}
+
 /* Which factors of the mask still fit elements from..to of e: 0 when not even the direction does. */
 static uint64_t fit_factors(const search *s, const piece *p, int64_t from, int64_t to, uint64_t mask) {
     const judge *j = s->j;
@@ -182,7 +200,7 @@ static uint64_t fit_factors(const search *s, const piece *p, int64_t from, int64
     if (isnan(see)) return isnan(sge) ? mask : 0;
     if (isnan(sge)) return 0;
     if (j->tolerance > 0) noise = j->tolerance * most, sue = noise * most;
-    if (most <= 4 * j->allowed * noise) return mask; /* nothing but rounding */
+    if (most <= 4 * j->allowed * noise) return fit_rounding(s, p, from, to, mask); /* nothing but rounding */
     const double f = sge / see, bar = j->allowed * sue / see + 0x1p-50;
     if (sgg == 0) return mask & (UINT64_C(1) << ZERO_FACTOR); /* no gradient where there should be one */
     for (int64_t i = from; i < to; i++) {
