@@ -124,26 +124,54 @@ static bool loss_fits(const search *s, const listed *l, const cg_contract *c) {
     return judge_same(s->j, 1, &s->loss, &want, &unit);
 }
 
+/* What explains the numbers is walked through three times: for the simplest contract; for the axes of it that may be
+ * changed alone; and for the simplest contract that is told apart by neither. */
+typedef enum walk { WALK_BEST, WALK_ALONE, WALK_COMBINED, WALKS } walk;
+
 typedef struct choice {
+    walk walk;
     bool found;
     double cost;
     cg_contract c;
-    bool other[CG_AXES]; /* another value does as well */
+    bool other[CG_AXES]; /* another value does as well, all other axes as they are */
+    bool combined;       /* so does another contract that differs elsewhere */
+    double combined_cost;
+    cg_contract combination;
+    bool underflow; /* so does one whose float teacher underflows */
 } choice;
 
-static void consider(choice *best, unsigned char seen[CG_AXES][8], const cg_contract *c,
-                     const cg_contract *expected) {
+static void consider(choice *best, const cg_contract *c, const cg_contract *expected) {
     const double price = cost(c, expected);
-    for (int a = 0; a < CG_AXES; a++) seen[a][c->value[a]] = 1;
-    if (best->found && best->cost <= price) return;
-    best->found = true;
-    best->cost = price;
-    best->c = *c;
-}
-
-static void settle(choice *best, unsigned char seen[CG_AXES][8]) {
-    for (int a = 0; a < CG_AXES; a++)
-        for (int v = 0; v < 8 && best->found; v++) best->other[a] |= seen[a][v] && v != best->c.value[a];
+    int n_changed = 0, changed = 0;
+    bool elsewhere = false;
+    best->underflow |= (c->faults & CG_FAULT_TEACHER_UNDERFLOW) != 0;
+    switch (best->walk) {
+    case WALK_BEST:
+        if (best->found && best->cost <= price) return;
+        best->found = true;
+        best->cost = price;
+        best->c = *c;
+        return;
+    case WALK_ALONE:
+    case WALK_COMBINED:
+        for (int a = 0; a < CG_AXES; a++) {
+            if (c->value[a] == best->c.value[a]) continue;
+            n_changed++;
+            changed = a;
+            elsewhere |= !best->other[a];
+        }
+        if (best->walk == WALK_ALONE) {
+            if (n_changed == 1 && c->faults == best->c.faults) best->other[changed] = true;
+        } else if (elsewhere && c->faults == best->c.faults &&
+                   (!best->combined || price < best->combined_cost)) {
+            best->combined = true;
+            best->combined_cost = price;
+            best->combination = *c;
+        }
+        return;
+    case WALKS:
+        return;
+    }
 }
 
 static bool value_alive(const search *s, unsigned parts, int t, int kl, int form) {
@@ -155,9 +183,7 @@ static bool value_alive(const search *s, unsigned parts, int t, int kl, int form
 }
 
 /* The simplest contract that gives the value's quantities in `parts`, and with `gradient` those too. */
-static choice choose(const search *s, const result *all, unsigned parts, bool gradient) {
-    choice best = {0};
-    unsigned char seen[CG_AXES][8] = {{0}};
+static void walk_values(const search *s, const result *all, unsigned parts, bool gradient, choice *best) {
     for (int t = 0; t < TARGETS; t++)
         for (int kl = 0; kl < KLS && judge_usable(s, t); kl++)
             for (int form = 0; form < FORMS; form++) {
@@ -171,7 +197,7 @@ static choice choose(const search *s, const result *all, unsigned parts, bool gr
                     if (parts >> Q_LOSS & 1 ? !loss_fits(s, l, &c) : v % 4) continue;
                     if (!gradient) {
                         if (!(parts >> Q_LOSS & 1) && v % 12) continue;
-                        consider(&best, seen, &c, &s->expected);
+                        consider(best, &c, &s->expected);
                         continue;
                     }
                     for (int extra = 0; extra < 4; extra++) {
@@ -183,19 +209,21 @@ static choice choose(const search *s, const result *all, unsigned parts, bool gr
                             if (extra & 2) both.faults |= CG_FAULT_RELU_LEAK;
                             if (sign)
                                 both.faults |= sign == 2 ? CG_FAULT_GRADIENT_ZERO : CG_FAULT_GRADIENT_SIGN;
-                            consider(&best, seen, &both, &s->expected);
+                            consider(best, &both, &s->expected);
                         }
                     }
                 }
             }
-    settle(&best, seen);
+}
+
+static choice choose(const search *s, const result *all, unsigned parts, bool gradient) {
+    choice best = {0};
+    for (best.walk = WALK_BEST; best.walk < WALKS; best.walk++) walk_values(s, all, parts, gradient, &best);
     return best;
 }
 
 /* The simplest contract of the gradients alone, near the value's. */
-static choice choose_gradient(const search *s, const cg_contract *near) {
-    choice best = {0};
-    unsigned char seen[CG_AXES][8] = {{0}};
+static void walk_gradients(const search *s, const cg_contract *near, choice *best) {
     for (int t = 0; t < TARGETS; t++)
         for (int slope = 0; slope < SLOPES; slope++)
             for (int form = 0; form < FORMS; form++)
@@ -209,10 +237,14 @@ static choice choose_gradient(const search *s, const cg_contract *near) {
                         if (extra & 1) c.faults |= CG_FAULT_PREDICT_MINUS_TARGET;
                         if (extra & 2) c.faults |= CG_FAULT_RELU_LEAK;
                         if (f == ZERO_FACTOR) c.value[CG_AXIS_REDUCTION] = near->value[CG_AXIS_REDUCTION];
-                        consider(&best, seen, &c, near);
+                        consider(best, &c, near);
                     }
                 }
-    settle(&best, seen);
+}
+
+static choice choose_gradient(const search *s, const cg_contract *near) {
+    choice best = {0};
+    for (best.walk = WALK_BEST; best.walk < WALKS; best.walk++) walk_gradients(s, near, &best);
     return best;
 }
 
@@ -437,6 +469,11 @@ static void report(search *s, const result *all, const double *distance, int n_m
                      "%s: this dump gives the same numbers for other values of it; %s", cg_axis_names[a],
                      what_to_dump[a]);
     }
+    if (shown->found && shown->combined) {
+        char text[400] = "";
+        put_difference(text, sizeof text, &shown->combination, &v->contract);
+        judge_note(j, "another combination gives the same numbers: %.180s", text);
+    }
 
     /* the quantities beside what is expected, and what each follows instead */
     for (int q = 0; q < QUANTITIES; q++) {
@@ -494,6 +531,11 @@ static void report(search *s, const result *all, const double *distance, int n_m
     } else if (gradient.found) {
         put(text, bytes, "your gradients are those of ");
         say_contract(s, &gradient.c, v->undetermined, text, bytes);
+    }
+    const bool floored = v->contract.value[CG_AXIS_NORMALISE] != s->expected.value[CG_AXIS_NORMALISE];
+    if (shown->found && shown->underflow && floored && !(v->contract.faults & CG_FAULT_TEACHER_UNDERFLOW)) {
+        put(text, bytes, "; or, with the same numbers, %s", cg_fault_says(1));
+        judge_fault(j, cg_fault_name(1));
     }
     const double pooled = all->sum_ff > 0 ? all->sum_fg / all->sum_ff : NAN;
     const double wanted =
