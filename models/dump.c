@@ -637,7 +637,8 @@ static bool place_arrays(cg_dump *d, cg_error *error) {
     d->K = cg_dump_has(d, CG_DUMP_TOPK) ? last_size(&d->array[CG_DUMP_TOPK]) : d->topk_asked;
 
     if (query->name && (d->H < 1 || d->D < 1)) return misfit(query, "at least one head and one channel", error);
-    if (index->name && (d->Hi < 1 || d->Di < 1)) return misfit(index, "at least one head and one channel", error);
+    if (index->name && (d->Hi < 1 || d->Di < 1))
+        return misfit(index, "at least one head and one channel", error);
 
     int64_t size[128];
     for (int i = 0; i < 128; i++) size[i] = -1;

@@ -533,10 +533,8 @@ static void report(search *s, const result *all, const double *distance, int n_m
         say_contract(s, &gradient.c, v->undetermined, text, bytes);
     }
     const bool floored = v->contract.value[CG_AXIS_NORMALISE] != s->expected.value[CG_AXIS_NORMALISE];
-    if (shown->found && shown->underflow && floored && !(v->contract.faults & CG_FAULT_TEACHER_UNDERFLOW)) {
-        put(text, bytes, "; or, with the same numbers, %s", cg_fault_says(1));
-        judge_fault(j, cg_fault_name(1));
-    }
+    if (shown->found && shown->underflow && floored && !(v->contract.faults & CG_FAULT_TEACHER_UNDERFLOW))
+        put(text, bytes, "; or, with the same numbers, %s: %s", cg_fault_name(1), cg_fault_says(1));
     const double pooled = all->sum_ff > 0 ? all->sum_fg / all->sum_ff : NAN;
     const double wanted =
         cg_contract_grad_factor(&s->expected, &j->counts, isnan(j->d->coeff) ? 1 : j->d->coeff,
