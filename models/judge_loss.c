@@ -481,6 +481,9 @@ static void report(search *s, const result *all, const double *distance, int n_m
         cg_quantity *x = judge_add(j, judge_quantity[q].name, judge_quantity[q].id, &all->stats[q]);
         if (x->ok) continue;
         if (q == Q_GRAD_Q || q == Q_GRAD_W) {
+            if (all->empty_grad)
+                put(x->says, sizeof x->says, "not zero in %lld rows that see no key%s",
+                    (long long)all->empty_grad, joint.found || gradient.found ? "; elsewhere " : "");
             if (joint.found || gradient.found) put(x->says, sizeof x->says, "as the contract below has it");
         } else if (q <= Q_LOSS) {
             const choice own = choose(s, all, 1u << q, false);
@@ -555,6 +558,13 @@ static void report(search *s, const result *all, const double *distance, int n_m
     }
     if (has_value || joint.found) add_faults(j, &v->contract, &s->expected);
     if (gradient.found) add_faults(j, &gradient.c, &s->expected);
+    if (all->empty_value || all->empty_grad) { /* 0/0 of an empty softmax, most often */
+        put(text, bytes, "%srows that see no key hold %s, where zero is right", *text ? "; " : "",
+            all->empty_value && all->empty_grad ? "a loss and a gradient"
+            : all->empty_value                  ? "a loss"
+                                                : "a gradient");
+        judge_fault(j, "empty-row-not-zero");
+    }
     if (all->padding_value || all->padding_grad) {
         if (!(v->contract.faults & CG_FAULT_PADDING_IN_LOSS))
             put(text, bytes, "; padding rows hold %s",
@@ -621,6 +631,9 @@ static bool judge_grad_k(search *s, result *all, cg_error *error) {
         const bool explained = second && !(stat[1].worst_units > j->allowed);
         if (!q->ok && explained) {
             snprintf(q->says, sizeof q->says, "as the contract below has it");
+        } else if (!q->ok && all->empty_grad && isinf(q->worst_units)) {
+            put(q->says, sizeof q->says, "the gradients of rows that see no key are summed into it");
+            j->v->identified = false;
         } else if (!q->ok) {
             put(q->says, sizeof q->says,
                 second ? "it does not follow the contract of the other gradients either"

@@ -28,6 +28,7 @@ typedef struct piece {
     double *e, *unit;                    /* [Hi + Hi * Di] a gradient and its expected rounding */
     double *got;                         /* the same of the dump */
     int64_t padding_value, padding_grad; /* padding rows that hold something */
+    int64_t empty_value, empty_grad;     /* real rows that see no key and hold something, NaN too */
     double sum_fg, sum_ff;               /* of gradients along the expected direction */
     double distance[TARGETS];            /* when measuring */
     double want_size;
@@ -438,6 +439,7 @@ static void compare_value(const search *s, piece *p) {
         cg_dump_row(j->d, CG_DUMP_KL, r->t, got);
         judge_compare(j, &p->stats[Q_KL], r->segment, r->position, r->t, 1, 0, got, &kl, &u);
         p->padding_value += !r->real && got[0] != 0;
+        p->empty_value += r->real && !n && got[0] != 0;
     }
     if (!r->real) /* what padding would add to the loss */
         for (int i = 0; i < s->n_list; i++) {
@@ -515,10 +517,10 @@ static void compare_gradient(const search *s, piece *p) {
             judge_compare(j, &p->stats[Q_GRAD_Q], r->segment, r->position, r->t, G * E, E, p->got + G, p->e + G,
                           p->unit + G);
         bool some = false;
-        for (int64_t i = s->has[Q_GRAD_W] ? 0 : G;
-             !r->real && r->segment >= 0 && i < (s->has[Q_GRAD_Q] ? G + G * E : G); i++)
+        for (int64_t i = s->has[Q_GRAD_W] ? 0 : G; s->has_grad && i < (s->has[Q_GRAD_Q] ? G + G * E : G); i++)
             some |= p->got[i] != 0;
-        p->padding_grad += some;
+        p->padding_grad += some && !r->real && r->segment >= 0;
+        p->empty_grad += some && r->real && n == 0;
     }
 }
 
@@ -622,6 +624,8 @@ bool judge_search_all(search *s, result *out, bool match, bool compare) {
         }
         out->padding_value += p->padding_value;
         out->padding_grad += p->padding_grad;
+        out->empty_value += p->empty_value;
+        out->empty_grad += p->empty_grad;
         out->sum_fg += p->sum_fg;
         out->sum_ff += p->sum_ff;
         const int64_t keys = s->j->key0[d->B];

@@ -127,6 +127,7 @@ typedef struct result {
     double *dk[2],
         *dk_noise; /* [keys, Di] gradients of k_indexer, [keys] what rounding may change; freed by the caller */
     int64_t padding_value, padding_grad; /* padding rows that hold something */
+    int64_t empty_value, empty_grad;     /* real rows that see no key and hold something, NaN too */
     double sum_fg, sum_ff;               /* of gradients along the expected direction */
 } result;
 

@@ -567,6 +567,29 @@ START_TEST(the_sentence) {
 }
 END_TEST
 
+/* 0/0 of an empty softmax: NaN, or any number, in a row that sees no key is named, and what is right elsewhere is said. */
+START_TEST(rows_that_see_nothing_hold_nothing) {
+    for (int nan = 0; nan < 2; nan++) {
+        file f = load(vector("sbhd_sparse_mean")); /* [40, 2, 8, ...]: positions 0 to 2 see no key */
+        const float bad = nan ? NAN : 0.01F;
+        for (int i = 0; i < 3 * 2 * 8; i++) ((float *)tensor_of(&f, "grad.weights")->data)[i] = bad;
+        if (nan)
+            for (int i = 0; i < 16; i++) ((float *)tensor_of(&f, "grad.k_indexer")->data)[i] = NAN;
+        cg_verdict *v = verdict(save(&f, "empty_rows.safetensors"));
+        ck_assert(!v->match && has_fault(v, "empty-row-not-zero"));
+        ck_assert_ptr_nonnull(strstr(v->sentence, "rows that see no key hold a gradient"));
+        ck_assert_ptr_nonnull(
+            strstr(find(v, "grad.weights")->says, "not zero in 6 rows that see no key; elsewhere as"));
+        ck_assert(find(v, "grad.q_indexer")->ok && find(v, "loss")->ok);
+        ck_assert_int_eq(find(v, "grad.k_indexer")->ok, !nan);
+        ck_assert(!has_fault(v, "gradient-of-keys"));
+        ck_assert_int_eq(v->contract.value[CG_AXIS_TEACHER], CG_TEACHER_IS_FULL);
+        free(v);
+        forget(&f);
+    }
+}
+END_TEST
+
 START_TEST(value_and_gradient_apart) {
     cg_dump_case c = small_case(CG_F32);
     const char *const pairs[][2] = {{"", "teacher=compressed"},
@@ -854,6 +877,7 @@ int main(void) {
                                   what_cannot_be_told_is_asked_for,
                                   bad_values_are_refused,
                                   the_sentence,
+                                  rows_that_see_nothing_hold_nothing,
                                   value_and_gradient_apart,
                                   gradients_times_a_number,
                                   selections,
