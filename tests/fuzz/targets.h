@@ -20,6 +20,7 @@
 #include "models/config.h"
 #include "models/dump.h"
 #include "models/row.h"
+#include "models/verdict.h"
 
 typedef void fuzz_target(const uint8_t *data, size_t size);
 
@@ -147,23 +148,26 @@ static inline void fuzz_row(const uint8_t *data, size_t size) {
     cg_row_free(row);
 }
 
-/* A dump, as csagrad check opens it, and every row that it offers. Numbers that the file lacks (an npz has none)
- * come from options. */
+/* A dump, as csagrad check opens it. Numbers that the file lacks (an npz has none) come from options. */
+static inline cg_dump *fuzz_open_dump(const char *path, cg_error *error) {
+    static const char *const numbers[][2] = {{"ratio", "4"}, {"window", "2"}, {"topk", "1"}};
+    cg_dump_options options = {.paths = &path, .n_paths = 1};
+    cg_dump *dump = cg_dump_open(&options, error);
+    if (dump) return dump;
+    fuzz_check_refusal(error);
+    options.settings = numbers;
+    options.n_settings = 3;
+    *error = (cg_error){0};
+    dump = cg_dump_open(&options, error);
+    if (!dump) fuzz_check_refusal(error);
+    return dump;
+}
+
+/* Every row that a dump offers. */
 static inline void fuzz_dump(const uint8_t *data, size_t size) {
     fuzz_file file = fuzz_file_make(data, size);
     cg_error error = {0};
-    const char *paths[] = {file.path};
-    cg_dump_options options = {.paths = paths, .n_paths = 1};
-    cg_dump *dump = cg_dump_open(&options, &error);
-    if (!dump) {
-        static const char *const numbers[][2] = {{"ratio", "4"}, {"window", "2"}, {"topk", "1"}};
-        fuzz_check_refusal(&error);
-        options.settings = numbers;
-        options.n_settings = 3;
-        error = (cg_error){0};
-        dump = cg_dump_open(&options, &error);
-        if (!dump) fuzz_check_refusal(&error);
-    }
+    cg_dump *dump = fuzz_open_dump(file.path, &error);
     for (int id = 0; dump && id < CG_DUMP_ARRAYS; id++) {
         const cg_dump_array *a = &dump->array[id];
         bool per_row = a->name && id != CG_DUMP_SINK && id != CG_DUMP_GRAD_SINK && id != CG_DUMP_LOSS &&
@@ -179,6 +183,19 @@ static inline void fuzz_dump(const uint8_t *data, size_t size) {
     close(file.fd);
 }
 
+/* The whole verdict: a hundred times slower, so a target of its own. */
+static inline void fuzz_check(const uint8_t *data, size_t size) {
+    fuzz_file file = fuzz_file_make(data, size);
+    cg_error error = {0};
+    cg_dump *dump = fuzz_open_dump(file.path, &error);
+    cg_verdict_options judging = {.n_worst = 1};
+    cg_verdict *verdict = dump ? cg_verdict_make(dump, &judging, &error) : NULL;
+    if (dump && !verdict) fuzz_check_refusal(&error);
+    free(verdict);
+    cg_dump_close(dump);
+    close(file.fd);
+}
+
 static const struct {
     const char *name;
     fuzz_target *run;
@@ -186,7 +203,8 @@ static const struct {
                     {"archive", fuzz_archive},
                     {"config", fuzz_config},
                     {"row", fuzz_row},
-                    {"dump", fuzz_dump}};
+                    {"dump", fuzz_dump},
+                    {"check", fuzz_check}};
 enum { N_FUZZ_TARGETS = sizeof fuzz_targets / sizeof fuzz_targets[0] };
 
 #endif
