@@ -271,10 +271,29 @@ static double *keys_of(const cg_dump *d, cg_dump_id id, int64_t width, const int
     return x;
 }
 
+/* An answer computed in bf16 and stored as f32, as .float() before saving makes it: no number has a bit below those of
+ * bf16, and enough of them have some. Small whole numbers alone do not count. */
+static bool holds_bf16(const cg_dump_array *a) {
+    int64_t n = cg_shape_count(&a->shape), fine = 0;
+    if (!a->data || a->dtype != CG_F32) return false;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, (const float *)a->data + i, sizeof bits);
+        if (bits & 0xffff) return false;
+        fine += (bits & 0x1f0000) != 0; /* its last five bits of mantissa */
+    }
+    return fine >= 64;
+}
+
 bool judge_open(judge *j, const cg_dump *d, const cg_verdict_options *o, cg_verdict *v, cg_error *error) {
     *j = (judge){.d = d, .v = v, .tolerance = o->tolerance, .n_worst = o->n_worst};
     j->allowed = o->tolerance > 0 ? 1 : 4;
-    for (int id = 0; id < CG_DUMP_ARRAYS; id++) j->rounding[id] = cg_dtype_rounding(d->array[id].dtype);
+    for (int id = 0; id < CG_DUMP_ARRAYS; id++) {
+        j->rounding[id] = cg_dtype_rounding(d->array[id].dtype);
+        if (id < CG_DUMP_OUTPUT || !holds_bf16(&d->array[id])) continue;
+        j->rounding[id] = cg_dtype_rounding(CG_BF16);
+        judge_note(j, "%s holds bf16 numbers in f32 and is judged at the rounding of bf16", cg_dump_names[id]);
+    }
     j->has_logits = cg_dump_has(d, CG_DUMP_QUERY) && cg_dump_has(d, CG_DUMP_COMPRESSED_KV);
     j->has_window = cg_dump_has(d, CG_DUMP_KV) && cg_dump_has(d, CG_DUMP_QUERY);
     j->has_lse = !j->has_window && cg_dump_has(d, CG_DUMP_WINDOW_LSE);

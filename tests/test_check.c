@@ -567,6 +567,35 @@ START_TEST(the_sentence) {
 }
 END_TEST
 
+/* Answers rounded to bf16 and saved as f32 are judged at the rounding of bf16, and only those. */
+START_TEST(bf16_numbers_in_f32) {
+    file f = load(vector("sbhd_sparse_mean"));
+    static const char *const names[] = {"out.target", "grad.q_indexer", "grad.weights", "grad.k_indexer"};
+    for (int k = 0; k < 4; k++) {
+        cg_tensor *t = tensor_of(&f, names[k]);
+        uint32_t *bits = t->data;
+        for (int64_t i = 0; i < cg_shape_count(&t->shape); i++)
+            bits[i] = (bits[i] + 0x7fff + (bits[i] >> 16 & 1)) & 0xffff0000;
+    }
+    cg_verdict *v = verdict(save(&f, "bf16_in_f32.safetensors"));
+    int n_notes = 0;
+    for (int i = 0; i < v->n_notes; i++) n_notes += strstr(v->notes[i], "holds bf16 numbers in f32") != NULL;
+    ck_assert_int_eq(n_notes, 4);
+    ck_assert(v->match && find(v, "target")->ok && find(v, "grad.weights")->ok);
+    free(v);
+    float *target = tensor_of(&f, "out.target")->data;
+    int64_t at = 0;
+    while (target[at] < 0.1F) at++;
+    target[at] *= 1.05F; /* beyond the rounding of bf16 */
+    uint32_t *bits = (uint32_t *)target + at;
+    *bits &= 0xffff0000;
+    v = verdict(save(&f, "bf16_in_f32.safetensors"));
+    ck_assert(!v->match && !find(v, "target")->ok);
+    free(v);
+    forget(&f);
+}
+END_TEST
+
 /* 0/0 of an empty softmax: NaN, or any number, in a row that sees no key is named, and what is right elsewhere is said. */
 START_TEST(rows_that_see_nothing_hold_nothing) {
     for (int nan = 0; nan < 2; nan++) {
@@ -878,6 +907,7 @@ int main(void) {
                                   bad_values_are_refused,
                                   the_sentence,
                                   rows_that_see_nothing_hold_nothing,
+                                  bf16_numbers_in_f32,
                                   value_and_gradient_apart,
                                   gradients_times_a_number,
                                   selections,
