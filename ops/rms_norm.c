@@ -259,8 +259,8 @@ static bool KERNEL(rms_norm_grad)(const cg_run_args *args) {
         for (int64_t j = 0; w && j < D; j++) dw[j] = 0;
         for (int64_t t = cg_chunk_start(rows, chunks, c); t < cg_chunk_start(rows, chunks, c + 1); t++)
             KERNEL(rms_norm_grad_row)
-            ((const REAL *)args->in[0].data + t * D, w, (const REAL *)args->in[2].data + t * D,
-             (REAL *)args->out[0].data + t * D, dw, D, eps);
+        ((const REAL *)args->in[0].data + t * D, w, (const REAL *)args->in[2].data + t * D,
+         (REAL *)args->out[0].data + t * D, dw, D, eps);
     }
     if (!w) return true;
     REAL *dweight = args->out[1].data;
