@@ -422,11 +422,3 @@ void cg_saved_free(cg_saved *saved, int n) {
     }
     free(saved);
 }
-
-double cg_plan_flops(const cg_plan *plan, cg_pass pass) {
-    double flops = 0;
-    for (int t = 0; t < plan->n_steps; t++)
-        if (plan->steps[t]->pass == pass && plan->steps[t]->op->cost)
-            flops += plan->steps[t]->op->cost(plan->steps[t]).flops;
-    return flops;
-}

@@ -75,7 +75,4 @@ typedef struct cg_saved {
 cg_saved *cg_plan_saved(const cg_plan *plan, int *n);
 void cg_saved_free(cg_saved *saved, int n);
 
-/* Total FLOPs of the nodes of one pass. */
-double cg_plan_flops(const cg_plan *plan, cg_pass pass);
-
 #endif
