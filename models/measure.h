@@ -1,0 +1,60 @@
+/* One training step, or a part of it, planned and then measured: the figures behind every memory report.
+ *
+ * Two accounts of the same bytes, which must agree: the plan's peak, and the farthest byte that any kernel was
+ * handed while the step ran. The kernel of the operating system is the third witness (VmHWM).
+ */
+#ifndef CG_MODELS_MEASURE_H
+#define CG_MODELS_MEASURE_H
+
+#include "models/step.h"
+
+/* What is measured. A part is a graph of its own: its inputs are leaves, and the gradients of its real inputs
+ * are kept, as a caller would want them. */
+typedef enum cg_part {
+    CG_PART_STEP,        /* the whole training step of the config */
+    CG_PART_INDEXER_LOSS /* one layer's selection, chosen scores and KL, from index queries, keys, head weights and
+                            a given teacher, forward and backward */
+} cg_part;
+
+typedef struct cg_workload {
+    cg_config config; /* checked; its policy decides the form */
+    cg_part part;
+    /* packed rows: [n_segments+1] physical offsets and [n_segments] real lengths; NULL: batch_size equal segments of
+     * seq_len without padding */
+    int n_segments;
+    const int32_t *cu_seqlens, *seqlens;
+    bool no_optimizer, attend_all;
+    bool verify_recompute; /* compare every clone with its original while it runs */
+} cg_workload;
+
+typedef struct cg_measurement {
+    /* planned */
+    int64_t planned_peak_bytes, floor_bytes;
+    int64_t boundary_bytes;   /* leaves and kept gradients: what the caller holds anyway */
+    int64_t saved_bytes;      /* values that cross from forward to backward, aliases once */
+    int64_t recomputed_bytes; /* outputs of all clones together, each counted once */
+    int64_t workspace_bytes;  /* the most scratch of any one node */
+    int n_clones;
+    double flops, extra_flops; /* of the whole step; of the clones alone */
+    /* measured; -1 where nothing ran (for the loss: NaN) */
+    int64_t measured_peak_bytes; /* by the pointers that kernels were handed */
+    int64_t rss_peak_bytes;      /* growth of the process, by the operating system, from before the arena was made */
+    double loss;                 /* language model plus indexer; of a part: its loss */
+    double step_us;              /* median over the runs behind the first */
+    double *node_us;             /* by step of the plan: median; NULL when nothing ran */
+    int n_steps;
+} cg_measurement;
+
+/* Build and plan. Runs nothing, so sizes beyond the machine are fine. The step holds graph and plan for reports;
+ * free both in any case (cg_step_free, cg_measurement_free). */
+bool cg_measure_plan(const cg_workload *workload, cg_step *step, cg_measurement *out, cg_error *error);
+
+/* The same, then run on generated inputs (by the config's seed), once to warm up and n_runs >= 1 times for the
+ * clock. Inputs are the same for every policy, so losses can be compared. Runs in a child process, so that the
+ * operating system's high-water mark is that of this step alone and an end by lack of memory is an error here. */
+bool cg_measure_run(const cg_workload *workload, int n_runs, cg_step *step, cg_measurement *out,
+                    cg_error *error);
+
+void cg_measurement_free(cg_measurement *measurement);
+
+#endif
