@@ -117,6 +117,23 @@ const char *cg_pass_name(cg_pass pass) {
     return names[pass];
 }
 
+cg_graph_mark cg_graph_mark_now(const cg_graph *graph) {
+    const pool_block *block = graph->pool->head;
+    return (cg_graph_mark){graph->n_nodes, graph->n_values, (void *)block, block ? block->used : 0};
+}
+
+void cg_graph_rewind(cg_graph *graph, const cg_graph_mark *mark) {
+    while (graph->pool->head != mark->block) {
+        pool_block *next = graph->pool->head->next;
+        free(graph->pool->head);
+        graph->pool->head = next;
+    }
+    if (graph->pool->head) graph->pool->head->used = mark->used;
+    graph->n_nodes = mark->n_nodes;
+    graph->n_values = mark->n_values;
+    graph->error = (cg_error){0};
+}
+
 static cg_value *value_new(cg_graph *graph, const char *op, const char *name, const char *scope, cg_dtype dtype,
                            cg_shape shape) {
     int64_t bytes = cg_tensor_bytes(dtype, &shape);

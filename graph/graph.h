@@ -140,4 +140,28 @@ bool cg_autodiff(cg_graph *graph, cg_value *const *outputs, cg_value *const *see
  * cg_autodiff. */
 bool cg_recompute(cg_graph *graph, const char *policy, int *n_clones);
 
+/* The same in two halves: the nodes that a policy names, as chosen[node number] (n_nodes of the graph), and the rewrite
+ * for any set of them. Entries of nodes that cannot be cloned are ignored. */
+bool cg_recompute_match(cg_graph *graph, const char *policy, bool *chosen);
+bool cg_recompute_nodes(cg_graph *graph, const bool *chosen, int *n_clones);
+
+/* A forward node that recompute may clone: it neither chooses nor changes a leaf. */
+bool cg_recompute_may_clone(const cg_node *node);
+
+/* A rewrite that will be taken back: between the two calls the graph is rewritten and may be planned, but nothing may be
+ * added to it. NULL, with the graph as it was and without error, when the set cannot be cloned. */
+typedef struct cg_rewrite cg_rewrite;
+cg_rewrite *cg_recompute_try(cg_graph *graph, const bool *chosen, int *n_clones, cg_error *error);
+void cg_recompute_undo(cg_graph *graph, cg_rewrite *rewrite);
+
+/* A place in the building of a graph; rewinding forgets every node and value made behind it, and an error. Only for
+ * who knows that no older node refers to them. */
+typedef struct cg_graph_mark {
+    int n_nodes, n_values;
+    void *block;
+    size_t used;
+} cg_graph_mark;
+cg_graph_mark cg_graph_mark_now(const cg_graph *graph);
+void cg_graph_rewind(cg_graph *graph, const cg_graph_mark *mark);
+
 #endif

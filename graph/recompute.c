@@ -108,21 +108,29 @@ static int parse_policy(cg_graph *graph, const char *policy, policy_term *terms)
     return n;
 }
 
-static bool is_chosen(const cg_node *node, const policy_term *terms, int n_terms) {
-    if (node->pass != CG_FORWARD || node->op->replay == CG_REPLAY_CHOICE || node->op->mutates) return false;
-    for (int i = 0; i < n_terms; i++)
-        if (op_matches(terms[i].ops, node->op->name) && scope_matches(terms[i].scope, node->scope)) return true;
-    return false;
+bool cg_recompute_may_clone(const cg_node *node) {
+    return node->pass == CG_FORWARD && node->op->replay != CG_REPLAY_CHOICE && !node->op->mutates;
+}
+
+bool cg_recompute_match(cg_graph *graph, const char *policy, bool *chosen) {
+    memset(chosen, 0, (size_t)graph->n_nodes * sizeof *chosen);
+    policy_term terms[MAX_TERMS];
+    if (graph->error.code != CG_OK) return false;
+    int n_terms = parse_policy(graph, policy, terms);
+    for (int n = 0; n < graph->n_nodes; n++)
+        for (int i = 0; i < n_terms && cg_recompute_may_clone(graph->nodes[n]); i++)
+            chosen[n] |= op_matches(terms[i].ops, graph->nodes[n]->op->name) &&
+                         scope_matches(terms[i].scope, graph->nodes[n]->scope);
+    return graph->error.code == CG_OK;
 }
 
 typedef struct rewrite {
     cg_graph *graph;
-    const policy_term *terms;
-    int n_terms;
-    cg_value **clone; /* by value id: its clone in the group at hand */
-    int n_values;     /* before the rewrite: clones are never cloned again */
-    int *changed;     /* by value id: place of the last node so far that changed this leaf, -1: none */
-    cg_node **order;  /* the new sequence */
+    const bool *chosen; /* by node number before the rewrite */
+    cg_value **clone;   /* by value id: its clone in the group at hand */
+    int n_values;       /* before the rewrite: clones are never cloned again */
+    int *changed;       /* by value id: place of the last node so far that changed this leaf, -1: none */
+    cg_node **order;    /* the new sequence */
     int n_order, order_capacity;
     int n_clones;
 } rewrite;
@@ -159,7 +167,7 @@ static bool inputs_are_unchanged(rewrite *r, const cg_node *node) {
 static bool is_rebuilt(const rewrite *r, const cg_value *value) {
     if (!value || value->id >= r->n_values) return false;
     const cg_node *source = cg_value_root(value)->producer;
-    return source && is_chosen(source, r->terms, r->n_terms);
+    return source && cg_recompute_may_clone(source) && r->chosen[source->id];
 }
 
 /* The clone of `value` in this group, made on first use together with what it needs. */
@@ -190,14 +198,62 @@ static cg_value *rebuild(rewrite *r, cg_value *value) {
     return r->clone[value->id];
 }
 
-bool cg_recompute(cg_graph *graph, const char *policy, int *n_clones) {
+/* Where an input of a backward node stood before. */
+typedef struct edge {
+    cg_node *node;
+    int i;
+    cg_value *value;
+} edge;
+
+struct cg_rewrite {
+    cg_graph_mark mark;
+    cg_node **nodes; /* the sequence before */
+    int nodes_capacity;
+    edge *edges;
+    int n_edges, edge_capacity;
+};
+
+static bool redirect(rewrite *r, cg_rewrite *undo, cg_node *node, int i) {
+    cg_value *rebuilt = rebuild(r, node->in[i]);
+    if (!undo || rebuilt == node->in[i] || r->graph->error.code != CG_OK) {
+        node->in[i] = rebuilt;
+        return true;
+    }
+    if (undo->n_edges == undo->edge_capacity) {
+        int larger = 2 * undo->edge_capacity + 64;
+        edge *edges = realloc(undo->edges, (size_t)larger * sizeof *edges);
+        if (!edges) return cg_graph_fail(r->graph, "out of memory in recompute");
+        undo->edges = edges;
+        undo->edge_capacity = larger;
+    }
+    undo->edges[undo->n_edges++] = (edge){node, i, node->in[i]};
+    node->in[i] = rebuilt;
+    return true;
+}
+
+static void walk(rewrite *r, cg_rewrite *undo) {
+    cg_graph *graph = r->graph;
+    int n_nodes = graph->n_nodes; /* clones are appended behind these */
+    const char *group = NULL;
+    for (int n = 0; n < n_nodes && graph->error.code == CG_OK; n++) {
+        cg_node *node = graph->nodes[n];
+        if (node->pass == CG_BACKWARD) {
+            if (!group || strcmp(group, node->scope))
+                memset(r->clone, 0, (size_t)r->n_values * sizeof *r->clone);
+            group = node->scope;
+            for (int i = 0; i < node->n_in; i++)
+                if (!redirect(r, undo, node, i)) return;
+        }
+        for (int i = 0; i < node->n_in && i < CG_MAX_IN; i++)
+            if ((node->op->mutates & CG_BIT(i)) && node->in[i]) r->changed[cg_value_root(node->in[i])->id] = n;
+        append(r, node);
+    }
+}
+
+static bool rewrite_graph(cg_graph *graph, const bool *chosen, int *n_clones, cg_rewrite *undo) {
     if (n_clones) *n_clones = 0;
-    policy_term terms[MAX_TERMS];
     if (graph->error.code != CG_OK) return false;
-    int n_terms = parse_policy(graph, policy, terms);
-    if (n_terms <= 0) return graph->error.code == CG_OK;
-    int n_nodes = graph->n_nodes;
-    rewrite r = {.graph = graph, .terms = terms, .n_terms = n_terms, .n_values = graph->n_values};
+    rewrite r = {.graph = graph, .chosen = chosen, .n_values = graph->n_values};
     size_t n_values = (size_t)graph->n_values;
     r.clone = calloc(n_values + 1, sizeof *r.clone);
     r.changed = malloc((n_values + 1) * sizeof *r.changed);
@@ -206,24 +262,18 @@ bool cg_recompute(cg_graph *graph, const char *policy, int *n_clones) {
     char outer_scope[sizeof graph->scope];
     memcpy(outer_scope, graph->scope, sizeof outer_scope);
     graph->pass = CG_RECOMPUTE;
-    const char *group = NULL;
-    for (int n = 0; n < n_nodes && graph->error.code == CG_OK; n++) {
-        cg_node *node = graph->nodes[n];
-        if (node->pass == CG_BACKWARD) {
-            if (!group || strcmp(group, node->scope)) memset(r.clone, 0, n_values * sizeof *r.clone);
-            group = node->scope;
-            for (int i = 0; i < node->n_in; i++) node->in[i] = rebuild(&r, node->in[i]);
-        }
-        for (int i = 0; i < node->n_in && i < CG_MAX_IN; i++)
-            if ((node->op->mutates & CG_BIT(i)) && node->in[i]) r.changed[cg_value_root(node->in[i])->id] = n;
-        append(&r, node);
-    }
+    walk(&r, undo);
     graph->pass = CG_FORWARD;
     graph->cause = NULL;
     memcpy(graph->scope, outer_scope, sizeof outer_scope);
     bool ok = graph->error.code == CG_OK;
     if (ok) {
-        free(graph->nodes);
+        if (undo) {
+            undo->nodes = graph->nodes;
+            undo->nodes_capacity = graph->nodes_capacity;
+        } else {
+            free(graph->nodes);
+        }
         graph->nodes = r.order;
         graph->n_nodes = r.n_order;
         graph->nodes_capacity = r.order_capacity;
@@ -234,5 +284,47 @@ bool cg_recompute(cg_graph *graph, const char *policy, int *n_clones) {
     free(r.clone);
     free(r.changed);
     if (n_clones) *n_clones = r.n_clones;
+    return ok;
+}
+
+bool cg_recompute_nodes(cg_graph *graph, const bool *chosen, int *n_clones) {
+    return rewrite_graph(graph, chosen, n_clones, NULL);
+}
+
+cg_rewrite *cg_recompute_try(cg_graph *graph, const bool *chosen, int *n_clones, cg_error *error) {
+    cg_rewrite *undo = calloc(1, sizeof *undo);
+    if (!undo) {
+        cg_fail(error, CG_FAILED, "out of memory in recompute");
+        return NULL;
+    }
+    undo->mark = cg_graph_mark_now(graph);
+    if (rewrite_graph(graph, chosen, n_clones, undo)) return undo;
+    cg_fail(error, graph->error.code, "%s", graph->error.text);
+    cg_recompute_undo(graph, undo);
+    return NULL;
+}
+
+void cg_recompute_undo(cg_graph *graph, cg_rewrite *undo) {
+    if (!undo) return;
+    for (int e = undo->n_edges - 1; e >= 0; e--)
+        undo->edges[e].node->in[undo->edges[e].i] = undo->edges[e].value;
+    if (undo->nodes) { /* else the rewrite failed, and the sequence is the old one */
+        free(graph->nodes);
+        graph->nodes = undo->nodes;
+        graph->nodes_capacity = undo->nodes_capacity;
+    }
+    cg_graph_rewind(graph, &undo->mark);
+    for (int n = 0; n < graph->n_nodes; n++) graph->nodes[n]->id = n;
+    free(undo->edges);
+    free(undo);
+}
+
+bool cg_recompute(cg_graph *graph, const char *policy, int *n_clones) {
+    if (n_clones) *n_clones = 0;
+    bool *chosen = calloc((size_t)graph->n_nodes + 1, sizeof *chosen);
+    bool ok = chosen ? cg_recompute_match(graph, policy, chosen)
+                     : (cg_graph_fail(graph, "out of memory in recompute"), false);
+    ok = ok && cg_recompute_nodes(graph, chosen, n_clones);
+    free(chosen);
     return ok;
 }
