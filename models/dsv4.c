@@ -100,46 +100,36 @@ static cg_value *compress(builder *b, cg_value *x, int64_t ratio, int64_t width,
     return pooled;
 }
 
-typedef struct indexer {
-    cg_value *q, *w, *k; /* [T, Hi, Di], [T, Hi] with every scale in it, [C, Di] */
-    cg_value *scores;    /* spelled out: [T, C] */
-} indexer;
-
 /* Queries, head weights and keys of the Lightning Indexer (spec 4), from detached hidden states and query
  * latents: nothing of its loss reaches the rest of the model. */
-static indexer build_indexer(builder *b, cg_value *x, cg_value *q_latent) {
+static cg_indexer build_indexer(builder *b, cg_value *x, cg_value *q_latent) {
     cg_graph *g = b->graph;
     const cg_config *c = b->config;
     int64_t n_rows = b->options->n_rows, n_heads = c->index_n_heads, width = c->index_head_dim;
-    indexer ix = {0};
     x = cg_detach(g, x);
     q_latent = cg_detach(g, q_latent);
     cg_rope_attr rope = rope_of(c, CG_RATIO_CSA, false);
-    ix.q = cg_reshape(g, project(b, q_latent, "wq_b.weight", n_heads * width, true),
-                      CG_SHAPE(n_rows, n_heads, width));
-    ix.q = cg_rope(g, ix.q, rows_of(b, CG_RATIO_CSA)->positions, &rope);
-    ix.k = compress(b, x, CG_RATIO_CSA, width, true);
+    cg_value *q = cg_reshape(g, project(b, q_latent, "wq_b.weight", n_heads * width, true),
+                             CG_SHAPE(n_rows, n_heads, width));
+    q = cg_rope(g, q, rows_of(b, CG_RATIO_CSA)->positions, &rope);
+    cg_value *k = compress(b, x, CG_RATIO_CSA, width, true);
     if (c->index_hadamard) {
-        ix.q = cg_hadamard(g, ix.q);
-        ix.k = cg_hadamard(g, ix.k);
+        q = cg_hadamard(g, q);
+        k = cg_hadamard(g, k);
     }
-    ix.w =
+    cg_value *w =
         cg_scale(g, project(b, x, "weights_proj.weight", n_heads, true), 1 / sqrt((double)(n_heads * width)));
-    if (b->options->form == CG_FORM_SPELLED)
-        ix.scores = cg_indexer_head_sum(g, cg_relu(g, cg_indexer_head_scores(g, ix.q, ix.k)), ix.w);
-    return ix;
+    return cg_indexer_new(g, b->options->form, q, w, k);
 }
 
-static cg_value *select_rows(builder *b, const indexer *ix) {
-    cg_value *rows = rows_of(b, CG_RATIO_CSA)->rows;
+static cg_value *select_rows(builder *b, const cg_indexer *ix) {
     if (b->options->attend_all) return all_visible(b, CG_RATIO_CSA);
-    if (ix->scores) return cg_topk(b->graph, ix->scores, rows, b->config->index_topk);
-    return cg_indexer_topk(b->graph, ix->q, ix->w, ix->k, rows, b->config->index_topk);
+    return cg_indexer_select(b->graph, ix, rows_of(b, CG_RATIO_CSA)->rows, b->config->index_topk);
 }
 
 /* KL of the attention's own distribution over compressed rows against the indexer's (spec 6.2), summed over
  * rows. */
-static cg_value *indexer_loss(builder *b, const indexer *ix, const cg_attention *attention, cg_value *q,
+static cg_value *indexer_loss(builder *b, const cg_indexer *ix, const cg_attention *attention, cg_value *q,
                               cg_value *ckv, cg_value *sink, cg_value *topk, double scale) {
     cg_graph *g = b->graph;
     const cg_config *c = b->config;
@@ -147,22 +137,18 @@ static cg_value *indexer_loss(builder *b, const indexer *ix, const cg_attention 
     bool dense = b->options->attend_all || c->support == CG_SUPPORT_DENSE;
     cg_value *window_lse = c->teacher == CG_TEACHER_FULL ? attention->window_lse : NULL;
     cg_value *teacher_sink = c->teacher == CG_TEACHER_SINK ? sink : NULL;
-    if (!dense && b->options->form == CG_FORM_STREAM)
-        return cg_indexer_kl(g, cg_indexer_scores_at(g, ix->q, ix->w, ix->k, topk), attention->teacher, rows,
-                             CG_REDUCE_SUM, c->indexer_loss_coeff);
+    if (!dense) return cg_indexer_loss(g, ix, topk, attention->teacher, rows, c->indexer_loss_coeff);
     if (b->options->form == CG_FORM_STREAM)
         return cg_indexer_dense_loss(g, ix->q, ix->w, ix->k, cg_detach(g, q), cg_detach(g, ckv), window_lse,
                                      teacher_sink, rows, scale, c->teacher, CG_REDUCE_SUM,
                                      c->indexer_loss_coeff);
-    cg_value *support = dense ? all_visible(b, CG_RATIO_CSA) : topk;
-    cg_value *teacher = dense ? cg_csa_teacher_at(g, cg_detach(g, q), cg_detach(g, ckv), support, window_lse,
-                                                  teacher_sink, scale, c->teacher)
-                              : attention->teacher;
-    cg_value *log_p = cg_softmax(g, cg_gather(g, ix->scores, support), support, true);
-    return cg_kl_div(g, log_p, teacher, rows, CG_REDUCE_SUM, c->indexer_loss_coeff);
+    cg_value *support = all_visible(b, CG_RATIO_CSA);
+    cg_value *teacher = cg_csa_teacher_at(g, cg_detach(g, q), cg_detach(g, ckv), support, window_lse,
+                                          teacher_sink, scale, c->teacher);
+    return cg_indexer_loss(g, ix, support, teacher, rows, c->indexer_loss_coeff);
 }
 
-static cg_value *build_health(builder *b, const indexer *ix, const cg_attention *attention, cg_value *q,
+static cg_value *build_health(builder *b, const cg_indexer *ix, const cg_attention *attention, cg_value *q,
                               cg_value *ckv, cg_value *topk, double scale) {
     cg_value *scores = cg_indexer_scores_at(b->graph, ix->q, ix->w, ix->k, topk);
     return cg_indexer_health(b->graph, scores, attention->teacher, topk, ix->w, q, ckv, attention->window_lse,
@@ -191,7 +177,7 @@ static cg_value *attention_block(builder *b, cg_value *x, cg_dsv4_layer *layer) 
     cg_value *ckv = ratio ? compress(b, x, ratio, width, false) : NULL, *topk = NULL;
     bool wants_loss = ratio == CG_RATIO_CSA && b->options->with_loss && c->indexer_loss_coeff != 0;
     bool wants_health = ratio == CG_RATIO_CSA && b->options->with_health;
-    indexer ix = {0};
+    cg_indexer ix = {0};
     if (ratio == CG_RATIO_CSA) {
         cg_scope_push(g, "indexer");
         ix = build_indexer(b, x, q_latent);

@@ -8,12 +8,7 @@
 #define CG_MODELS_DSV4_H
 
 #include "models/config.h"
-
-/* How the indexer objective is built. */
-typedef enum cg_form {
-    CG_FORM_STREAM, /* first-class ops: no per-head scores in memory */
-    CG_FORM_SPELLED /* primitive ops: per-head scores [T, Hi, C] are values, which backward reads */
-} cg_form;
+#include "models/objective.h"
 
 typedef struct cg_dsv4_options {
     int64_t n_rows;       /* T */
