@@ -10,7 +10,8 @@
 /* The arguments of a step, made once: tensors whose data pointers never change (but for separate blocks). */
 typedef struct step_args {
     cg_run_args args;
-    cg_tensor *tensors; /* inputs, then outputs */
+    cg_tensor *tensors;     /* inputs, then outputs */
+    size_t workspace_bytes; /* asked of the op once more: what is measured must not come from the plan */
 } step_args;
 
 struct cg_exec {
@@ -129,6 +130,11 @@ static bool make_steps(cg_exec *exec, cg_error *error) {
                                    .in = step->tensors,
                                    .out = step->tensors + node->n_in,
                                    .attr = node->attr};
+        step->workspace_bytes = node->op->workspace ? node->op->workspace(node) : 0;
+        int planned = plan->workspace_of[t];
+        if (step->workspace_bytes > (planned < 0 ? 0 : (size_t)plan->storages[planned].bytes))
+            return cg_fail(error, CG_FAILED, "%s%s%s needs %zu bytes of workspace, the plan has fewer",
+                           node->scope, node->scope[0] ? ": " : "", node->op->name, step->workspace_bytes);
         if (!node->op->alias && !node->op->run[cg_node_dtype(node)])
             return cg_fail(error, CG_BAD_INPUT, "%s%s%s has no kernel for %s", node->scope,
                            node->scope[0] ? ": " : "", node->op->name, cg_dtype_name(cg_node_dtype(node)));
@@ -246,8 +252,7 @@ static void measure_step(cg_exec *exec, int t) {
         const cg_tensor *tensor = &step->tensors[i];
         if (tensor->data) measure(exec, tensor->data, cg_tensor_bytes(tensor->dtype, &tensor->shape));
     }
-    if (exec->plan->workspace_of[t] >= 0)
-        measure(exec, step->args.workspace, exec->plan->storages[exec->plan->workspace_of[t]].bytes);
+    if (step->workspace_bytes) measure(exec, step->args.workspace, (int64_t)step->workspace_bytes);
 }
 
 static void poison(cg_exec *exec, int t) {
@@ -258,8 +263,7 @@ static void poison(cg_exec *exec, int t) {
         if (storage->taken_over >= 0) continue; /* its bytes are the input */
         memset(step->args.out[s].data, 0xff, (size_t)storage->bytes);
     }
-    if (exec->plan->workspace_of[t] >= 0)
-        memset(step->args.workspace, 0xff, (size_t)exec->plan->storages[exec->plan->workspace_of[t]].bytes);
+    if (step->workspace_bytes) memset(step->args.workspace, 0xff, step->workspace_bytes);
 }
 
 static bool verify_clone(cg_exec *exec, int t, cg_error *error) {
