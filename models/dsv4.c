@@ -124,6 +124,9 @@ static cg_indexer build_indexer(builder *b, cg_value *x, cg_value *q_latent) {
 
 static cg_value *select_rows(builder *b, const cg_indexer *ix) {
     if (b->options->attend_all) return all_visible(b, CG_RATIO_CSA);
+    if (b->options->given_topk)
+        return cg_leaf(b->graph, CG_LEAF_INPUT, "topk", CG_I32,
+                       CG_SHAPE(b->options->n_rows, b->config->index_topk));
     return cg_indexer_select(b->graph, ix, rows_of(b, CG_RATIO_CSA)->rows, b->config->index_topk);
 }
 

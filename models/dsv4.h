@@ -16,6 +16,7 @@ typedef struct cg_dsv4_options {
     int64_t max_seqlen;   /* no segment is longer */
     cg_form form;
     bool attend_all;  /* CSA layers attend to all visible compressed rows, and the indexer loss is dense */
+    bool given_topk;  /* CSA layers read their selection from an input instead of choosing, unless attend_all */
     bool with_health; /* build indexer_health for each CSA layer */
     bool with_loss;   /* build the indexer loss (when the coefficient is not 0 either) */
     bool external;    /* parameters are lent by another executor */
@@ -35,7 +36,7 @@ enum { CG_MAX_PARAMS = CG_MAX_LAYERS * 32 };
 typedef struct cg_dsv4_layer {
     int64_t ratio;
     cg_value *attended;     /* [T, hidden]: what the attention half adds to the stream */
-    cg_value *topk;         /* CSA: the selection [T, K]; NULL elsewhere */
+    cg_value *topk;         /* CSA: the selection [T, K] i32, an input with given_topk; NULL elsewhere */
     cg_value *lse;          /* [T, H] */
     cg_value *health;       /* [CG_HEALTH_FIELDS]; NULL unless wanted */
     cg_value *indexer_loss; /* [1], summed over rows, coefficient included; NULL when there is none */

@@ -81,7 +81,8 @@ bool cg_step_build(cg_step *step, const cg_config *config, const cg_step_options
                              .max_segments = options->max_segments,
                              .max_seqlen = config->seq_len,
                              .with_loss = true,
-                             .attend_all = options->attend_all};
+                             .attend_all = options->attend_all,
+                             .given_topk = options->given_topk};
     if (!cg_policy_parse(config->policy, &model.form, terms, error)) return false;
     if (!strcmp(config->policy, "recompute") && !has_indexer(config))
         *terms = 0; /* there is nothing to recompute */
@@ -89,6 +90,8 @@ bool cg_step_build(cg_step *step, const cg_config *config, const cg_step_options
         cg_keep(step->model->lm_loss);
         cg_keep(step->model->indexer_loss);
         if (options->hold_choices) cg_keep_choices(step->graph);
+        for (int i = 0; options->keep_topk && i < step->model->n_layers; i++)
+            cg_keep(step->model->layers[i].topk);
         build_backward(step, config);
         cg_recompute(step->graph, terms, &step->n_clones);
         for (int p = 0; options->keep_gradients && p < step->model->n_params; p++) cg_keep(step->grads[p]);

@@ -8,6 +8,8 @@
 typedef struct cg_step_options {
     int64_t max_segments;
     bool attend_all;     /* the indexer's warm-up: see cg_dsv4_options */
+    bool given_topk;     /* selections are inputs: see cg_dsv4_options */
+    bool keep_topk;      /* selections stay readable behind a run */
     bool keep_gradients; /* gradients stay readable behind a run */
     bool no_optimizer;   /* forward and backward alone */
     bool hold_choices;   /* keep the outputs of nodes that choose, for cg_gradcheck_run */
