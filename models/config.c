@@ -191,6 +191,51 @@ cg_config cg_config_default(cg_task task) {
     return config;
 }
 
+typedef struct layer_dims {
+    const char *name;
+    int64_t hidden, heads, head_dim, rope, q_rank, groups, o_rank, window, index_heads, index_dim, topk, inner;
+    double yarn_factor;
+    int64_t yarn_original;
+} layer_dims;
+
+static const layer_dims dims[] = {
+    {"toy", 128, 8, 64, 16, 64, 2, 32, 64, 8, 32, 64, 256, 4, 64},
+    {"flash", 4096, 64, 512, 64, 1024, 8, 1024, 128, 64, 128, 512, 2048, 16, 65536},
+    {"pro", 7168, 128, 512, 64, 1536, 16, 1024, 128, 64, 128, 1024, 3072, 16, 65536},
+};
+
+const char *cg_dims_name(int i) {
+    return i >= 0 && i < (int)(sizeof dims / sizeof dims[0]) ? dims[i].name : NULL;
+}
+
+bool cg_config_dims(const char *name, cg_config *config) {
+    for (int i = 0; cg_dims_name(i); i++) {
+        const layer_dims *d = &dims[i];
+        if (strcmp(d->name, name)) continue;
+        *config = cg_config_toy();
+        config->num_hidden_layers = config->n_compress_ratios = 1;
+        memset(config->compress_ratios, 0, sizeof config->compress_ratios);
+        config->compress_ratios[0] = CG_RATIO_CSA;
+        config->batch_size = 1;
+        config->hidden_size = d->hidden;
+        config->num_attention_heads = d->heads;
+        config->head_dim = d->head_dim;
+        config->qk_rope_head_dim = d->rope;
+        config->q_lora_rank = d->q_rank;
+        config->o_groups = d->groups;
+        config->o_lora_rank = d->o_rank;
+        config->sliding_window = d->window;
+        config->index_n_heads = d->index_heads;
+        config->index_head_dim = d->index_dim;
+        config->index_topk = d->topk;
+        config->intermediate_size = d->inner;
+        config->rope_scaling_factor = d->yarn_factor;
+        config->rope_scaling_original_max_position_embeddings = d->yarn_original;
+        return true;
+    }
+    return false;
+}
+
 /* ---- the table: ranges and values ---------------------------------------------------------------------- */
 
 static const entry *find(const char *key) {

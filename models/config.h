@@ -55,6 +55,15 @@ cg_config cg_config_toy(void);
 /* The defaults of a task: the toy for text, a smaller one with two CSA layers for recall. */
 cg_config cg_config_default(cg_task task);
 
+/* One CSA layer with the attention and indexer sizes of a model, batch 1, 512 tokens: what memory figures are shown for.
+ * The vocabulary is 256, since embedding and head are not the question, and the feed-forward half has the width of one
+ * expert. Names: toy, flash, pro (DeepSeek-V4 report, arXiv 2606.19348, section 4.2.1). Number i from 0, NULL behind
+ * the last. */
+const char *cg_dims_name(int i);
+
+/* The configuration of a name; false when there is none of that name. */
+bool cg_config_dims(const char *name, cg_config *config);
+
 /* Read a JSON object over `config`: keys that the file lacks keep their values. A file that names another task
  * is read over that task's defaults instead. The YaRN keys may also stand in a nested object "rope_scaling"
  * {type, factor, original_max_position_embeddings, beta_fast, beta_slow}, and "rope_scaling": null means

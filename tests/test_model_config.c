@@ -77,6 +77,23 @@ START_TEST(toy_is_sound) {
 }
 END_TEST
 
+START_TEST(dims_of_models_are_sound) {
+    int n = 0;
+    for (; cg_dims_name(n); n++) {
+        cg_config config;
+        cg_error error = {0};
+        ck_assert(cg_config_dims(cg_dims_name(n), &config));
+        ck_assert_msg(cg_config_check(&config, &error), "%s: %s", cg_dims_name(n), error.text);
+        ck_assert(config.num_hidden_layers == 1 && config.compress_ratios[0] == CG_RATIO_CSA);
+    }
+    ck_assert_int_eq(n, 3);
+    cg_config flash, pro, none;
+    ck_assert(cg_config_dims("flash", &flash) && cg_config_dims("pro", &pro));
+    ck_assert(flash.index_topk == 512 && pro.index_topk == 1024 && pro.num_attention_heads == 128);
+    ck_assert(!cg_config_dims("flush", &none));
+}
+END_TEST
+
 START_TEST(json_loads_back_equal) {
     cg_config config = cg_config_toy();
     char *json = cg_config_json(&config);
@@ -405,6 +422,7 @@ int main(void) {
     TCase *tests = tcase_create("config");
     tcase_set_timeout(tests, 60);
     tcase_add_test(tests, toy_is_sound);
+    tcase_add_test(tests, dims_of_models_are_sound);
     tcase_add_test(tests, json_loads_back_equal);
     tcase_add_test(tests, file_over_defaults);
     tcase_add_test(tests, rope_scaling_nested_and_flat);
