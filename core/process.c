@@ -18,3 +18,10 @@ static int64_t status_bytes(const char *key) {
 int64_t cg_process_resident_bytes(void) { return status_bytes("VmRSS"); }
 
 int64_t cg_process_peak_bytes(void) { return status_bytes("VmHWM"); }
+
+void cg_process_forget_peak(void) {
+    FILE *file = fopen("/proc/self/clear_refs", "w");
+    if (!file) return;
+    fputs("5", file);
+    fclose(file);
+}

@@ -8,4 +8,7 @@
 int64_t cg_process_resident_bytes(void);
 int64_t cg_process_peak_bytes(void);
 
+/* Start the peak anew from what is in memory now. Where the kernel has no such switch the older peak stays. */
+void cg_process_forget_peak(void);
+
 #endif

@@ -6,6 +6,7 @@
 #ifndef CG_MODELS_MEASURE_H
 #define CG_MODELS_MEASURE_H
 
+#include "graph/exec.h"
 #include "models/step.h"
 
 /* What is measured. A part is a graph of its own: its inputs are leaves, and the gradients of its real inputs
@@ -23,6 +24,7 @@ typedef struct cg_workload {
      * seq_len without padding */
     int n_segments;
     const int32_t *cu_seqlens, *seqlens;
+    int64_t max_segments; /* the graph has room for so many, empty ones behind; 0: as many as there are */
     bool no_optimizer, attend_all;
     bool verify_recompute; /* compare every clone with its original while it runs */
 } cg_workload;
@@ -30,7 +32,7 @@ typedef struct cg_workload {
 typedef struct cg_measurement {
     /* planned */
     int64_t planned_peak_bytes, floor_bytes;
-    int64_t boundary_bytes;   /* leaves and kept gradients: what the caller holds anyway */
+    int64_t boundary_bytes;   /* leaves and kept values (losses, gradients): what the caller holds anyway */
     int64_t saved_bytes;      /* values that cross from forward to backward, aliases once */
     int64_t recomputed_bytes; /* outputs of all clones together, each counted once */
     int64_t workspace_bytes;  /* the most scratch of any one node */
@@ -38,15 +40,15 @@ typedef struct cg_measurement {
     double flops, extra_flops; /* of the whole step; of the clones alone */
     /* measured; -1 where nothing ran (for the loss: NaN) */
     int64_t measured_peak_bytes; /* by the pointers that kernels were handed */
-    int64_t rss_peak_bytes;      /* growth of the process, by the operating system, from before the arena was made */
-    double loss;                 /* language model plus indexer; of a part: its loss */
-    double step_us;              /* median over the runs behind the first */
-    double *node_us;             /* by step of the plan: median; NULL when nothing ran */
+    int64_t rss_peak_bytes; /* growth of the process, by the operating system, from before the arena was made */
+    double loss;            /* language model plus indexer; of a part: its loss */
+    double step_us;         /* median over the runs behind the first */
+    double *node_us;        /* by step of the plan: median; NULL when nothing ran */
     int n_steps;
 } cg_measurement;
 
-/* Build and plan. Runs nothing, so sizes beyond the machine are fine. The step holds graph and plan for reports;
- * free both in any case (cg_step_free, cg_measurement_free). */
+/* Build and plan. Runs nothing, so sizes beyond the machine are fine. The step holds graph and plan for reports (of a
+ * part: no model); free both in any case (cg_step_free, cg_measurement_free). */
 bool cg_measure_plan(const cg_workload *workload, cg_step *step, cg_measurement *out, cg_error *error);
 
 /* The same, then run on generated inputs (by the config's seed), once to warm up and n_runs >= 1 times for the
@@ -54,6 +56,9 @@ bool cg_measure_plan(const cg_workload *workload, cg_step *step, cg_measurement 
  * operating system's high-water mark is that of this step alone and an end by lack of memory is an error here. */
 bool cg_measure_run(const cg_workload *workload, int n_runs, cg_step *step, cg_measurement *out,
                     cg_error *error);
+
+/* Write those inputs, parameters and moments into an executor of the step. */
+void cg_measure_fill(const cg_workload *workload, const cg_step *step, cg_exec *exec);
 
 void cg_measurement_free(cg_measurement *measurement);
 
