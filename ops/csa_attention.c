@@ -35,13 +35,8 @@
  */
 #ifndef REAL
 
+#include "ops/attributes.h"
 #include "ops/ops.h"
-
-typedef struct csa_attention_attr {
-    int64_t window;
-    double scale;
-    cg_teacher teacher;
-} csa_attention_attr;
 
 enum { Q, KV, CKV, SINK, TOPK, ROWS, LSE, DOUT }; /* inputs, the last two of the gradient */
 enum { RUNS = 16, RUN_ROWS = 16 };                /* at most, at least */

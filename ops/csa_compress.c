@@ -22,12 +22,8 @@
  */
 #ifndef REAL
 
+#include "ops/attributes.h"
 #include "ops/ops.h"
-
-typedef struct csa_compress_attr {
-    int64_t ratio;
-    bool overlap;
-} csa_compress_attr;
 
 enum { RUNS = 16 }; /* partial sums of dape */
 

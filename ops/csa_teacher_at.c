@@ -20,12 +20,8 @@
  */
 #ifndef REAL
 
+#include "ops/attributes.h"
 #include "ops/ops.h"
-
-typedef struct csa_teacher_at_attr {
-    double scale;
-    cg_teacher teacher;
-} csa_teacher_at_attr;
 
 enum { Q, CKV, INDEX, WINDOW_LSE, SINK };
 

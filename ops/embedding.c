@@ -11,11 +11,8 @@
  */
 #ifndef REAL
 
+#include "ops/attributes.h"
 #include "ops/ops.h"
-
-typedef struct embedding_grad_attr {
-    int64_t n_rows; /* V */
-} embedding_grad_attr;
 
 extern const cg_op cg_op_embedding_grad;
 

@@ -11,11 +11,8 @@
  */
 #ifndef REAL
 
+#include "ops/attributes.h"
 #include "ops/indexer.h"
-
-typedef struct gather_grad_attr {
-    int64_t n_columns; /* C, so that x need not be kept for its shape */
-} gather_grad_attr;
 
 static bool gather_infer(cg_infer *infer) {
     if (!cg_expect_real(infer, 0) || !cg_expect_dims(infer, 0, 2) || !cg_expect_dtype(infer, 1, CG_I32) ||

@@ -11,11 +11,8 @@
  * Refuses:   groups or inner dimensions that differ
  */
 #include "core/gemm.h"
+#include "ops/attributes.h"
 #include "ops/ops.h"
-
-typedef struct grouped_linear_attr {
-    bool transposed;
-} grouped_linear_attr;
 
 extern const cg_op cg_op_grouped_outer;
 

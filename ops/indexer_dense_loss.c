@@ -28,13 +28,8 @@
  */
 #ifndef REAL
 
+#include "ops/attributes.h"
 #include "ops/indexer.h"
-
-typedef struct indexer_dense_loss_attr {
-    double scale, coeff;
-    cg_teacher teacher;
-    cg_reduction reduction;
-} indexer_dense_loss_attr;
 
 enum { Q_INDEX, W, K_INDEX, Q, CKV, WINDOW_LSE, SINK, ROWS, DENSE_INPUTS };
 

@@ -23,12 +23,8 @@
  */
 #ifndef REAL
 
+#include "ops/attributes.h"
 #include "ops/indexer.h"
-
-typedef struct indexer_health_attr {
-    double scale;
-    int64_t ratio;
-} indexer_health_attr;
 
 enum { SCORES, TEACHER_AT, TOPK, W, Q, CKV, WINDOW_LSE, ROWS };
 

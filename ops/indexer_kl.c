@@ -21,12 +21,8 @@
  */
 #ifndef REAL
 
+#include "ops/attributes.h"
 #include "ops/indexer.h"
-
-typedef struct indexer_kl_attr {
-    cg_reduction reduction;
-    double coeff;
-} indexer_kl_attr;
 
 /* scores, teacher, rows at inputs i, i+1, i+2. */
 static bool kl_expect(cg_infer *infer, int i) {

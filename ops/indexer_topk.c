@@ -17,11 +17,8 @@
  */
 #ifndef REAL
 
+#include "ops/attributes.h"
 #include "ops/indexer.h"
-
-typedef struct indexer_topk_attr {
-    int64_t topk;
-} indexer_topk_attr;
 
 /* Rows that share a pass over the keys, and keys of one visit: a tile of keys stays in the first-level cache.
  */

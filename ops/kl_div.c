@@ -17,12 +17,8 @@
  */
 #ifndef REAL
 
+#include "ops/attributes.h"
 #include "ops/indexer.h"
-
-typedef struct kl_div_attr {
-    cg_reduction reduction;
-    double coeff;
-} kl_div_attr;
 
 static bool kl_div_infer(cg_infer *infer) {
     const kl_div_attr *attr = infer->attr;

@@ -10,11 +10,8 @@
  * Check:     f32 against f64, relative norm 1e-5: k products summed in f32
  */
 #include "core/gemm.h"
+#include "ops/attributes.h"
 #include "ops/ops.h"
-
-typedef struct matmul_attr {
-    bool trans_a, trans_b;
-} matmul_attr;
 
 static bool matmul_infer(cg_infer *infer) {
     const matmul_attr *attr = infer->attr;

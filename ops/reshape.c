@@ -1,10 +1,7 @@
 /* The same elements under another shape. No bytes, no kernel: the output is its input.
  */
+#include "ops/attributes.h"
 #include "ops/ops.h"
-
-typedef struct reshape_attr {
-    cg_shape shape;
-} reshape_attr;
 
 static bool reshape_infer(cg_infer *infer) {
     const reshape_attr *attr = infer->attr;

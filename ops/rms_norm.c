@@ -13,12 +13,9 @@
  */
 #ifndef REAL
 
+#include "ops/attributes.h"
 #include "ops/chunks.h"
 #include "ops/ops.h"
-
-typedef struct rms_norm_attr {
-    double eps;
-} rms_norm_attr;
 
 extern const cg_op cg_op_rms_norm_grad;
 

@@ -4,11 +4,8 @@
  */
 #ifndef REAL
 
+#include "ops/attributes.h"
 #include "ops/ops.h"
-
-typedef struct scale_attr {
-    double factor;
-} scale_attr;
 
 static bool scale_infer(cg_infer *infer) {
     if (!cg_expect_real(infer, 0)) return false;

@@ -13,11 +13,8 @@
  *            real length outside 0..physical, more compressed rows than the capacity C.
  * Source:    DeepSeek-V4 report, arXiv 2606.19348, section 2.3.3, for the groups; the causal rule as released.
  */
+#include "ops/attributes.h"
 #include "ops/ops.h"
-
-typedef struct segment_rows_attr {
-    int64_t n_rows, ratio, capacity;
-} segment_rows_attr;
 
 static bool segment_rows_infer(cg_infer *infer) {
     const segment_rows_attr *attr = infer->attr;

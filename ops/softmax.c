@@ -16,11 +16,8 @@
  */
 #ifndef REAL
 
+#include "ops/attributes.h"
 #include "ops/indexer.h"
-
-typedef struct softmax_attr {
-    bool log;
-} softmax_attr;
 
 static bool softmax_infer(cg_infer *infer) {
     if (!cg_expect_real(infer, 0) || !cg_expect_dims(infer, 0, 2)) return false;

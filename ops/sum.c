@@ -5,12 +5,9 @@
  */
 #ifndef REAL
 
+#include "ops/attributes.h"
 #include "ops/chunks.h"
 #include "ops/ops.h"
-
-typedef struct sum_grad_attr {
-    cg_shape shape;
-} sum_grad_attr;
 
 extern const cg_op cg_op_sum_grad;
 

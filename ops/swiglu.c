@@ -12,11 +12,8 @@
  */
 #ifndef REAL
 
+#include "ops/attributes.h"
 #include "ops/ops.h"
-
-typedef struct swiglu_attr {
-    double limit;
-} swiglu_attr;
 
 extern const cg_op cg_op_swiglu_grad;
 

@@ -11,11 +11,8 @@
  */
 #ifndef REAL
 
+#include "ops/attributes.h"
 #include "ops/indexer.h"
-
-typedef struct topk_attr {
-    int64_t topk;
-} topk_attr;
 
 static bool topk_infer(cg_infer *infer) {
     const topk_attr *attr = infer->attr;

@@ -5,11 +5,8 @@
  * Saved: nothing. Recompute: same bits; it chooses nothing, so the list need not be kept for backward.
  * Refuses: at run time a row that sees more than width.
  */
+#include "ops/attributes.h"
 #include "ops/ops.h"
-
-typedef struct visible_indices_attr {
-    int64_t width;
-} visible_indices_attr;
 
 static bool visible_indices_infer(cg_infer *infer) {
     const int64_t width = ((const visible_indices_attr *)infer->attr)->width;
