@@ -348,8 +348,6 @@ static bool check_writable(const cg_named_tensor *t, cg_error *error) {
     if (tensor_bytes(t) == INT64_MAX)
         return cg_fail(error, CG_BAD_INPUT, "the bytes of shape %s of %s do not fit 64 bits",
                        cg_shape_text(shape, text, sizeof text), dtype_words[t->tensor.dtype]);
-    if (!t->tensor.data && tensor_bytes(t) > 0)
-        return cg_fail(error, CG_BAD_INPUT, "shape %s has no data", cg_shape_text(shape, text, sizeof text));
     return true;
 }
 
@@ -410,10 +408,11 @@ static json_t *build_header(const cg_named_tensor *tensors, int n_tensors, const
     return NULL;
 }
 
-/* Length, JSON, and blanks up to a multiple of 8, in malloc'd memory. */
-static char *encode_header(const json_t *header, size_t *bytes, cg_error *error) {
+/* Length, JSON, and blanks up to a multiple of 8 and to `least` bytes in all, in malloc'd memory. */
+static char *encode_header(const json_t *header, size_t least, size_t *bytes, cg_error *error) {
     size_t json_bytes = json_dumpb(header, NULL, 0, JSON_COMPACT);
     uint64_t padded = (json_bytes + 7) / 8 * 8;
+    if (json_bytes > 0 && LENGTH_BYTES + padded < least) padded = least - LENGTH_BYTES;
     char *text = NULL;
     if (padded > HEADER_MAX)
         cg_fail(error, CG_BAD_INPUT, "the header would have %llu bytes, at most %d are accepted",
@@ -428,12 +427,35 @@ static char *encode_header(const json_t *header, size_t *bytes, cg_error *error)
     return text;
 }
 
+char *cg_safetensors_head(const cg_named_tensor *tensors, int n_tensors, const char *const (*metadata)[2],
+                          int n_metadata, size_t bytes, cg_error *error) {
+    size_t head_bytes = 0;
+    json_t *header = build_header(tensors, n_tensors, metadata, n_metadata, error);
+    char *head = header ? encode_header(header, bytes, &head_bytes, error) : NULL;
+    json_decref(header);
+    if (!head || head_bytes == bytes) return head;
+    free(head);
+    cg_fail(error, CG_BAD_INPUT, "the header needs %zu bytes, %zu are set aside for it", head_bytes, bytes);
+    return NULL;
+}
+
+static bool have_data(const cg_named_tensor *tensors, int n_tensors, cg_error *error) {
+    char text[160];
+    for (int i = 0; i < n_tensors; i++)
+        if (!tensors[i].tensor.data && tensor_bytes(&tensors[i]) > 0)
+            return cg_fail(error, CG_BAD_INPUT, "tensor '%s': shape %s has no data",
+                           cg_shown(tensors[i].name).text,
+                           cg_shape_text(&tensors[i].tensor.shape, text, sizeof text));
+    return true;
+}
+
 bool cg_safetensors_write(const char *path, const cg_named_tensor *tensors, int n_tensors,
                           const char *const (*metadata)[2], int n_metadata, cg_error *error) {
     cg_error inner = {0};
     size_t head_bytes = 0;
     json_t *header = build_header(tensors, n_tensors, metadata, n_metadata, &inner);
-    char *head = header ? encode_header(header, &head_bytes, &inner) : NULL;
+    char *head =
+        header && have_data(tensors, n_tensors, &inner) ? encode_header(header, 0, &head_bytes, &inner) : NULL;
     json_decref(header);
     if (!head) return cg_file_fail(error, &inner, path);
 

@@ -40,4 +40,10 @@ bool cg_safetensors_metadata_next(const cg_safetensors *file, void **at, const c
 bool cg_safetensors_write(const char *path, const cg_named_tensor *tensors, int n_tensors,
                           const char *const (*metadata)[2], int n_metadata, cg_error *error);
 
+/* What stands before the data (length and header), with blanks at its end that make it `bytes` long, a multiple of 8.
+ * For a file that grows: data is appended, and the head of the larger tensors takes this one's place. Needs no data.
+ * malloc'd; NULL with a sentence when it would be longer. */
+char *cg_safetensors_head(const cg_named_tensor *tensors, int n_tensors, const char *const (*metadata)[2],
+                          int n_metadata, size_t bytes, cg_error *error);
+
 #endif

@@ -595,6 +595,32 @@ START_TEST(write_refusals) {
 }
 END_TEST
 
+/* A file that grows: its head is written anew in the same bytes. */
+START_TEST(head_of_a_growing_file) {
+    enum { HEAD = 512 };
+    char file_bytes[HEAD + sizeof doubles];
+    cg_error error = {0};
+    for (int n = 0; n <= 2; n++) {
+        const cg_named_tensor t = {"x", {CG_F64, CG_SHAPE(n), NULL}};
+        char *head = cg_safetensors_head(&t, 1, mixed_metadata, 2, HEAD, &error);
+        if (!head) ck_abort_msg("%s", error.text);
+        memcpy(file_bytes, head, HEAD);
+        memcpy(file_bytes + HEAD, doubles, (size_t)n * sizeof *doubles);
+        put_bytes(file_bytes, HEAD + (size_t)n * sizeof *doubles);
+        cg_safetensors *file = open_good();
+        ck_assert_int_eq(cg_safetensors_find(file, "x")->shape.dims[0], n);
+        ck_assert_mem_eq(cg_safetensors_find(file, "x")->data, doubles, (size_t)n * sizeof *doubles);
+        ck_assert_str_eq(cg_safetensors_metadata(file, "step"), "12");
+        cg_safetensors_close(file);
+        free(head);
+    }
+    const cg_named_tensor t = {"x", {CG_F64, CG_SHAPE(2), NULL}};
+    ck_assert_ptr_null(cg_safetensors_head(&t, 1, mixed_metadata, 2, 64, &error));
+    ck_assert_int_eq(error.code, CG_BAD_INPUT);
+    ck_assert_str_eq(error.text, "the header needs 120 bytes, 64 are set aside for it");
+}
+END_TEST
+
 START_TEST(write_to_no_place) {
     cg_named_tensor t = {"x", {CG_F64, CG_SHAPE(2), doubles}};
     put_bytes("x", 1);
@@ -717,6 +743,7 @@ int main(void) {
     tcase_add_test(write, written_bytes);
     tcase_add_test(write, write_over_an_open_file);
     tcase_add_test(write, write_refusals);
+    tcase_add_test(write, head_of_a_growing_file);
     tcase_add_test(write, write_to_no_place);
     tcase_add_test(write, disk_full_keeps_the_old_file);
     suite_add_tcase(suite, good);
