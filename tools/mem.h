@@ -61,6 +61,31 @@ typedef struct mem_report {
     int n_curves;
 } mem_report;
 
+/* Plan a row whose workload is set, and run it n_runs times (0: not at all). A workload that the machine refuses gives a
+ * refused row; one that makes no sense is an error. */
+bool mem_row_make(mem_row *row, int n_runs, cg_error *error);
+
+/* The counterfactuals of a row. */
+bool mem_what_if_make(mem_row *row, cg_error *error);
+
+/* Growth and curves of a report whose rows are made. A curve is made for every row that recomputes nothing. */
+bool mem_growth_make(mem_report *report, cg_error *error);
+bool mem_curves_make(mem_report *report, cg_error *error);
+
+/* Free all that a report holds, but for what the workloads point to. */
+void mem_report_free(mem_report *report);
+
+/* Tables to stdout: the rows with growth and curves; the saved values of each row. As JSON: a list of rows. */
+void mem_print(const mem_report *report);
+void mem_print_values(const mem_row *row);
+bool mem_print_json(const mem_report *report);
+
+/* Saved bytes in the scopes of indexers. */
+int64_t mem_saved_in_indexers(const mem_row *row);
+
+/* Time of the whole step: the sum of mem_step_us where nothing ran. */
+double mem_row_us(const mem_row *row);
+
 /* Time of the plan's step: measured where the row was run, else cg_node_us. */
 double mem_step_us(const mem_row *row, int step);
 
