@@ -9,12 +9,10 @@
  *         CG_DYNAMIC_SHARED(T, rows);                  T *rows: the launch's shared_bytes, aligned to 16 bytes
  *         ... threadIdx, blockIdx, blockDim, gridDim, __syncthreads(), __shfl_xor_sync(...), atomicAdd(...) ...
  *     }
- *     CG_LAUNCH(sum_rows_kernel<T>, grid, block, shared_bytes, stream, x, y, width);
- *     CG_LAUNCH((pair_kernel<T, 4>), ...);             parentheses keep the comma of a template in one argument
+ *     return CG_LAUNCH(sum_rows_kernel<T>, grid, block, shared_bytes, stream, x, y, width);
  *
- * CG_LAUNCH stands in a function that returns bool and has `args` with a cg_error *error in scope: on failure it
- * fills that error with one sentence (kernel, block, thread, what, file:line) and returns false. It returns when the
- * kernel is done; the stream is not looked at. "Device memory" is memory: test it with one malloc per tensor, so that
+ * A launch that fails returns false and fills args->error with one sentence (kernel, block, thread, what, file:line).
+ * It returns when the kernel is done; the stream is not looked at. "Device memory" is memory: test it with one malloc per tensor, so that
  * AddressSanitizer knows where each ends.
  *
  * Two libraries run the same objects' code; a program links one of them.
@@ -53,7 +51,7 @@
  *   - Memory order weaker than the processor's, registers, occupancy, bank conflicts, speed.
  *   - Tensor-core rounding: cg_mma_bf16_16x8x16 sums in double and rounds once; hardware keeps fewer bits. Compare
  *     with a bound. rsqrtf, expf and logf are those of libm, not the device's.
- *   - Order that atomics could give: they are relaxed, as on the device. __threadfence is not offered.
+ *   - Atomics order nothing, as on the device; CG_FENCE does, generously: to ThreadSanitizer all fences are one chain.
  */
 #ifndef TESTS_CUDA_HOST_H
 #define TESTS_CUDA_HOST_H
@@ -95,35 +93,35 @@ void cg_host_seed(uint64_t seed);
 /* "fibers" or "threads": the library that is linked. */
 extern const char *const cg_host_mode;
 
-/* Runs `run(call)` as every thread of every block. False, with error set, when the launch is impossible or a thread
- * does what the page above calls an error; blocks that had not started then do not run. */
+/* Runs `run(call)` as every thread of every block; nothing for a grid of no block. False, with error set, when the
+ * launch is impossible or a thread does what the page above calls an error; blocks that had not started then do not
+ * run. */
 bool cg_host_run(const char *kernel, dim3 grid, dim3 block, size_t shared_bytes, void (*run)(const void *),
                  const void *call, cg_error *error);
 
-/* Arguments are converted to the kernel's parameters once, then copied for each thread, as CUDA does. */
-template <typename... P, typename... A>
-bool cg_host_launch(const char *name, dim3 grid, dim3 block, size_t shared_bytes, cg_error *error,
-                    void (*kernel)(P...), A... arguments) {
+/* Arguments are converted to the kernel's parameters once, then copied for each thread, as CUDA does. A grid of no
+ * block is fine: nothing runs. */
+template <typename R, typename... P, typename... A>
+bool cg_host_launch(const R *args, const char *name, void (*kernel)(P...), dim3 grid, dim3 block,
+                    size_t shared_bytes, const void *stream, A... arguments) {
+    (void)stream;
     struct call {
         void (*kernel)(P...);
         std::tuple<P...> arguments;
     };
-    const call bound = {kernel, std::tuple<P...>(arguments...)};
+    const call bound = {kernel, std::tuple<P...>(static_cast<P>(arguments)...)};
     return cg_host_run(
         name, grid, block, shared_bytes,
         [](const void *p) { std::apply(((const call *)p)->kernel, ((const call *)p)->arguments); }, &bound,
-        error);
+        args->error);
 }
 
-#define CG_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                              \
-    do {                                                                                                       \
-        (void)(stream);                                                                                        \
-        if (!cg_host_launch(#kernel, grid, block, shared_bytes, args->error, kernel, ##__VA_ARGS__))           \
-            return false;                                                                                      \
-    } while (0)
+/* As in ops/cuda/cuda_device.cuh; a macro for the sake of the kernel's name. */
+#define cg_launch(args, kernel, ...) cg_host_launch(args, #kernel, kernel, __VA_ARGS__)
 
-#define CG_GLOBAL
-#define CG_DEVICE inline
+#define CG_GLOBAL static
+#define CG_DEVICE static inline
+#define CG_MEMBER inline
 
 /* ---- where a call stands, for messages ---- */
 
@@ -167,6 +165,11 @@ void cg_host_syncwarp(unsigned mask, const char *file, int line);
 unsigned cg_host_ballot(const char *what, unsigned mask, bool predicate, const char *file, int line);
 uint64_t cg_host_shuffle(cg_host_shuffle_kind kind, unsigned mask, uint64_t bits, int by, int width,
                          const char *file, int line);
+
+/* What the thread wrote before it comes before what it writes after, for whoever looks. To ThreadSanitizer all fences
+ * of a launch form one order. */
+void cg_host_fence(void);
+#define CG_FENCE() cg_host_fence()
 
 inline void __syncwarp(unsigned mask = 0xffffffffu, CG_HOST_HERE) { cg_host_syncwarp(mask, file, line); }
 inline unsigned __ballot_sync(unsigned mask, int p, CG_HOST_HERE) {
@@ -309,18 +312,18 @@ inline void cg_ldmatrix_x4_trans(uint32_t r[4], const void *row, CG_HOST_HERE) {
     cg_host_ldmatrix(r, row, true, file, line);
 }
 
-/* ---- asynchronous copies: 16 bytes, global to shared ---- */
+/* ---- asynchronous copies: 16 bytes, global to shared; zeros instead when not valid ---- */
 
 /* The accesses are made here and not in the library, so that sanitizers see them as the kernel's. */
 struct cg_host_copy {
     void *to;
-    const void *from;
+    const void *from; /* NULL: zeros */
 };
 void cg_host_copy_issue(cg_host_copy copy, const char *file, int line);
 void cg_host_copy_commit(void);
 bool cg_host_copy_due(int groups_left, cg_host_copy *copy); /* the next one of all but the newest groups */
 
-inline void cg_cp_async_16(void *to, const void *from, CG_HOST_HERE) {
+inline void cg_cp_async_16(void *to, const void *from, bool valid = true, CG_HOST_HERE) {
     if ((uintptr_t)to % 16 != 0 || (uintptr_t)from % 16 != 0)
         cg_host_fault(file, line,
                       "cp.async copies 16 bytes from or to a place that is not aligned to 16 bytes");
@@ -328,13 +331,14 @@ inline void cg_cp_async_16(void *to, const void *from, CG_HOST_HERE) {
     if (cg_host_is_shared(from, 16))
         cg_host_fault(file, line, "cp.async reads shared memory, not global memory");
     ((uint64_t *)to)[0] = ((uint64_t *)to)[1] = UINT64_MAX;
-    cg_host_copy_issue({to, from}, file, line);
+    cg_host_copy_issue({to, valid ? from : NULL}, file, line);
 }
 inline void cg_cp_async_commit(void) { cg_host_copy_commit(); }
 template <int N> void cg_cp_async_wait(void) {
     cg_host_copy copy;
     while (cg_host_copy_due(N, &copy)) {
-        uint64_t low = ((const uint64_t *)copy.from)[0], high = ((const uint64_t *)copy.from)[1];
+        uint64_t low = copy.from ? ((const uint64_t *)copy.from)[0] : 0;
+        uint64_t high = copy.from ? ((const uint64_t *)copy.from)[1] : 0;
         ((uint64_t *)copy.to)[0] = low;
         ((uint64_t *)copy.to)[1] = high;
     }
