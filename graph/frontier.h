@@ -30,37 +30,30 @@ bool cg_recompute_trial(cg_graph *graph, const bool *chosen, const double *node_
 
 typedef struct cg_frontier_point {
     cg_trial trial;
+    double
+        least_us; /* no set with a peak below the point before takes less: trial.extra_us where that is proven */
     bool *chosen; /* by node number */
 } cg_frontier_point;
 
 typedef struct cg_frontier {
-    int n_candidates; /* forward nodes whose recomputation can change anything */
+    int n_candidates; /* forward nodes that the search decides about: all whose recomputation can change anything, or, when
+                         these are more than 24, those with more than 1/128 of the peak */
     int n_points;
     cg_frontier_point *points; /* peak falling, time rising; the first recomputes nothing */
-    bool exact;                /* every set was tried or proven worse */
-    long n_trials;
-    int n_nodes; /* length of `chosen` */
-    /* a staircase of lower bounds: no set whose peak fits bound[i].peak_bytes takes less than bound[i].extra_us */
-    struct cg_frontier_bound *bounds;
-    int n_bounds;
+    bool exact;                /* no set of candidates beats any point, nor has less peak than the last */
+    int64_t
+        least_bytes; /* no set of candidates has a smaller peak: that of the last point where that is proven */
+    long n_trials;   /* sets that were rewritten, planned and laid out */
+    int n_nodes;     /* length of `chosen` */
 } cg_frontier;
 
-typedef struct cg_frontier_bound {
-    int64_t peak_bytes;
-    double extra_us;
-} cg_frontier_bound;
-
-/* Search. The graph must not have been rewritten yet. Deterministic; max_trials bounds the work (0: a number that takes
- * about a second for a toy step). node_us as above. */
+/* Search. The graph must not have been rewritten yet. Deterministic. max_visits bounds the work of proving each point
+ * (0: a number that lets a toy step take about a second in all). node_us as above. */
 cg_frontier *cg_frontier_make(cg_graph *graph, const double *node_us, const cg_plan_options *options,
-                              long max_trials, cg_error *error);
+                              long max_visits, cg_error *error);
 void cg_frontier_free(cg_frontier *frontier);
 
 /* The cheapest point whose peak is at most budget_bytes; NULL when none is. */
 const cg_frontier_point *cg_frontier_fit(const cg_frontier *frontier, int64_t budget_bytes);
-
-/* No set of recomputations that fits the budget takes less than this, by the time model. Equal to the time of the
- * fitting point where the frontier is exact. */
-double cg_frontier_least_us(const cg_frontier *frontier, int64_t budget_bytes);
 
 #endif

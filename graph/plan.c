@@ -343,7 +343,9 @@ cg_plan *cg_plan_make(const cg_graph *graph, const cg_plan_options *options, cg_
     }
     ok = ok && find_lifetimes(plan, options, error);
     if (ok && !(options && options->no_reuse_in_place)) reuse_in_place(plan);
-    ok = ok && find_floor(plan, error) && lay_out(plan, error);
+    ok = ok && find_floor(plan, error);
+    bool hopeless = options && options->floor_limit && plan && plan->floor_bytes > options->floor_limit;
+    ok = ok && (hopeless || lay_out(plan, error));
     if (!ok) {
         cg_fail(error, CG_FAILED, "out of memory while a plan is made");
         cg_plan_free(plan);

@@ -52,6 +52,7 @@ typedef struct cg_plan {
 typedef struct cg_plan_options {
     bool no_reuse_in_place;     /* never let an output take the place of a dying input */
     bool keep_cloned_originals; /* let originals live until their clones are compared with them */
+    int64_t floor_limit;        /* lay nothing out, and leave peak_bytes 0, when the floor is above this; 0: always */
 } cg_plan_options;
 
 /* Plan a graph. Roots are the values marked by cg_keep and the nodes that change a leaf; what they do not need
