@@ -4,16 +4,21 @@
 #include "graph/cases.h"
 #include "graph/exec.h"
 #include "models/checkpoint.h"
+#include "models/topk_log.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 
 struct cg_trainer {
     cg_config config;
     const cg_feed *feed;
+    cg_topk_writer *record; /* NULL: nothing is recorded */
+    cg_topk_reader *replay; /* NULL: CSA layers choose */
+    bool records, replays, verifies;
     cg_batch **batches; /* the micro-batches of a step: their counts are needed before the first one runs */
     cg_step step;
     cg_exec *exec;
@@ -23,8 +28,13 @@ struct cg_trainer {
     int64_t process_growth;  /* from there to the first step's peak; -1: no step yet, or unknown */
 };
 
+/* Without an indexer loss there is nothing to warm up. */
+static int64_t warmup_steps(const cg_config *config) {
+    return config->indexer_loss_coeff != 0 ? config->indexer_warmup : 0;
+}
+
 static bool is_warming(const cg_trainer *trainer) {
-    return trainer->steps_done < trainer->config.indexer_warmup && trainer->config.indexer_loss_coeff != 0;
+    return trainer->steps_done < warmup_steps(&trainer->config);
 }
 
 /* ---- state: parameters and moments, as named views on the executor's memory ---- */
@@ -100,12 +110,16 @@ static bool build_step(cg_trainer *trainer, cg_error *error) {
     }
     trainer->warming = is_warming(trainer);
     cg_step_options options = {.max_segments = cg_feed_facts_of(trainer->feed)->max_segments,
-                               .attend_all = trainer->warming};
+                               .attend_all = trainer->warming,
+                               .given_topk = trainer->replays,
+                               .keep_topk = trainer->records && !trainer->warming,
+                               .plan.keep_cloned_originals = trainer->verifies};
     bool ok = cg_step_build(&trainer->step, &trainer->config, &options, error);
     trainer->process_growth = -1;
     trainer->resident_before = cg_process_resident_bytes();
     if (trainer->resident_before >= 0) trainer->resident_before -= (int64_t)bytes; /* the copy goes below */
-    ok = ok && (trainer->exec = cg_exec_new(trainer->step.plan, NULL, error)) != NULL;
+    cg_exec_options how = {.verify_recompute = trainer->verifies};
+    ok = ok && (trainer->exec = cg_exec_new(trainer->step.plan, &how, error)) != NULL;
     if (ok && copy) {
         ok = state_of(&trainer->step, trainer->exec, &old, error);
         at = 0;
@@ -122,7 +136,59 @@ static bool build_step(cg_trainer *trainer, cg_error *error) {
     return ok;
 }
 
-cg_trainer *cg_trainer_new(const cg_config *config, const cg_feed *feed, cg_error *error) {
+static bool load(cg_trainer *trainer, const char *path, cg_error *error) {
+    state s;
+    if (!state_of(&trainer->step, trainer->exec, &s, error)) return false;
+    cg_checkpoint_facts facts = {.data = cg_feed_facts_of(trainer->feed)->fingerprint};
+    bool ok = cg_checkpoint_read(path, s.tensors, s.n, &facts, error);
+    if (ok) trainer->steps_done = facts.step;
+    state_free(&s);
+    return ok;
+}
+
+static bool is_same_file(const char *a, const char *b) {
+    struct stat one, two;
+    return !stat(a, &one) && !stat(b, &two) && one.st_dev == two.st_dev && one.st_ino == two.st_ino;
+}
+
+/* From the next step on, or the first one behind the warm-up. */
+static bool open_topk(cg_trainer *trainer, const cg_trainer_options *options, cg_error *error) {
+    const cg_config *c = &trainer->config;
+    if (!trainer->records && !trainer->replays) return true;
+    int64_t warmup = warmup_steps(c), next = (is_warming(trainer) ? warmup : trainer->steps_done) + 1;
+    if (warmup >= c->steps)
+        return cg_fail(
+            error, CG_BAD_INPUT,
+            "there is nothing to record or replay: the indexer's warm-up takes all %lld steps, and all "
+            "visible rows are attended in it",
+            (long long)c->steps);
+    if (trainer->records && trainer->replays && is_same_file(options->record_topk, options->replay_topk))
+        return cg_fail(error, CG_BAD_INPUT, "%s cannot be replayed and recorded to at once",
+                       options->replay_topk);
+    if (trainer->replays &&
+        !(trainer->replay = cg_topk_reader_new(options->replay_topk, c, trainer->feed, next, c->steps, error)))
+        return false;
+    return !trainer->records ||
+           (trainer->record = cg_topk_writer_new(options->record_topk, c, trainer->feed, next,
+                                                 options->checkpoint != NULL, error)) != NULL;
+}
+
+static bool start(cg_trainer *trainer, const cg_trainer_options *options, cg_error *error) {
+    const cg_config *c = &trainer->config;
+    for (int64_t i = 0; i < c->accumulate; i++)
+        if (!(trainer->batches[i] = cg_batch_new(trainer->feed, error))) return false;
+    if (!build_step(trainer, error)) return false;
+    if (trainer->verifies && !trainer->step.n_clones && !trainer->warming)
+        return cg_fail(error, CG_BAD_INPUT, "there is no recompute to verify: policy %s computes nothing again",
+                       c->policy);
+    if (options->checkpoint && !load(trainer, options->checkpoint, error)) return false;
+    return open_topk(trainer, options, error);
+}
+
+cg_trainer *cg_trainer_new(const cg_config *config, const cg_feed *feed, const cg_trainer_options *options,
+                           cg_error *error) {
+    static const cg_trainer_options defaults;
+    if (!options) options = &defaults;
     cg_trainer *trainer = calloc(1, sizeof *trainer);
     if (!trainer) {
         cg_fail(error, CG_FAILED, "out of memory for a trainer");
@@ -130,17 +196,22 @@ cg_trainer *cg_trainer_new(const cg_config *config, const cg_feed *feed, cg_erro
     }
     trainer->config = *config;
     trainer->feed = feed;
+    trainer->records = options->record_topk != NULL;
+    trainer->replays = options->replay_topk != NULL;
+    trainer->verifies = options->verify_recompute;
     trainer->batches = calloc((size_t)config->accumulate, sizeof *trainer->batches);
-    bool ok = trainer->batches || cg_fail(error, CG_FAILED, "out of memory for a trainer");
-    for (int64_t i = 0; ok && i < config->accumulate; i++)
-        ok = (trainer->batches[i] = cg_batch_new(feed, error)) != NULL;
-    if (ok && build_step(trainer, error)) return trainer;
+    if (!trainer->batches)
+        cg_fail(error, CG_FAILED, "out of memory for a trainer");
+    else if (start(trainer, options, error))
+        return trainer;
     cg_trainer_free(trainer);
     return NULL;
 }
 
 void cg_trainer_free(cg_trainer *trainer) {
     if (!trainer) return;
+    cg_topk_writer_free(trainer->record);
+    cg_topk_reader_free(trainer->replay);
     cg_exec_free(trainer->exec);
     cg_step_free(&trainer->step);
     for (int64_t i = 0; trainer->batches && i < trainer->config.accumulate; i++)
@@ -172,6 +243,24 @@ static void write_batch(const cg_exec *exec, const cg_dsv4 *model, const cg_batc
     memcpy(cg_exec_data(exec, model->seqlens), batch->seqlens, segments);
 }
 
+static void replay_selections(const cg_trainer *trainer, int64_t micro_batch) {
+    const cg_dsv4 *model = trainer->step.model;
+    for (int i = 0, csa = 0; trainer->replay && !trainer->warming && i < model->n_layers; i++)
+        if (model->layers[i].topk)
+            cg_topk_reader_get(trainer->replay, trainer->steps_done + 1, micro_batch, csa++,
+                               cg_exec_data(trainer->exec, model->layers[i].topk));
+}
+
+static void record_selections(const cg_trainer *trainer, int64_t micro_batch) {
+    const cg_dsv4 *model = trainer->step.model;
+    for (int i = 0, csa = 0; trainer->record && !trainer->warming && i < model->n_layers; i++) {
+        const cg_value *topk = model->layers[i].topk;
+        if (topk)
+            memcpy(cg_topk_writer_slot(trainer->record, micro_batch, csa++), cg_exec_data(trainer->exec, topk),
+                   (size_t)cg_tensor_bytes(topk->dtype, &topk->shape));
+    }
+}
+
 /* Forward and backward of all micro-batches. Losses are divided by the counts of the whole step, so that short
  * micro-batches do not weigh more than their tokens. */
 static bool run_micro_batches(cg_trainer *trainer, cg_metrics *metrics, cg_error *error) {
@@ -187,14 +276,17 @@ static bool run_micro_batches(cg_trainer *trainer, cg_metrics *metrics, cg_error
     write_scalar(trainer->exec, step->model->row_scale, 0, n_real ? 1 / (double)n_real : 0);
     for (int64_t i = 0; i < n_micro; i++) {
         write_batch(trainer->exec, step->model, trainer->batches[i]);
+        replay_selections(trainer, i);
         write_scalar(trainer->exec, step->keep, 0, i > 0);
         if (!cg_exec_run(trainer->exec, CG_ALL_PASSES & ~CG_PASS_BIT(CG_OPTIMIZE), error)) return false;
+        record_selections(trainer, i);
         metrics->lm_loss += read_scalar(trainer->exec, step->model->lm_loss);
         metrics->indexer_loss += read_scalar(trainer->exec, step->model->indexer_loss);
     }
-    if (isfinite(metrics->lm_loss) && isfinite(metrics->indexer_loss)) return true;
-    return cg_fail(error, CG_FAILED, "the loss is not finite (language model %g, indexer %g)", metrics->lm_loss,
-                   metrics->indexer_loss);
+    if (!isfinite(metrics->lm_loss) || !isfinite(metrics->indexer_loss))
+        return cg_fail(error, CG_FAILED, "the loss is not finite (language model %g, indexer %g)",
+                       metrics->lm_loss, metrics->indexer_loss);
+    return !trainer->record || trainer->warming || cg_topk_writer_append(trainer->record, error);
 }
 
 /* By how much the process grew from before the arena was made to the peak of the first step. The kernel's mark
@@ -372,22 +464,13 @@ bool cg_selection_is_exercised(const cg_config *config, const cg_feed *feed) {
 bool cg_trainer_save(const cg_trainer *trainer, const char *path, cg_error *error) {
     state s;
     if (!trainer->exec) return cg_fail(error, CG_FAILED, "%s: there is no model to save", path);
+    if (trainer->record && !cg_topk_writer_sync(trainer->record, error)) return false;
     if (!state_of(&trainer->step, trainer->exec, &s, error)) return false;
     char *json = cg_config_json(&trainer->config);
     cg_checkpoint_facts facts = {trainer->steps_done, cg_feed_facts_of(trainer->feed)->fingerprint, json};
     bool ok = json || cg_fail(error, CG_FAILED, "out of memory while a checkpoint is written");
     ok = ok && cg_checkpoint_write(path, s.tensors, s.n, &facts, error);
     free(json);
-    state_free(&s);
-    return ok;
-}
-
-bool cg_trainer_load(cg_trainer *trainer, const char *path, cg_error *error) {
-    state s;
-    if (!state_of(&trainer->step, trainer->exec, &s, error)) return false;
-    cg_checkpoint_facts facts = {.data = cg_feed_facts_of(trainer->feed)->fingerprint};
-    bool ok = cg_checkpoint_read(path, s.tensors, s.n, &facts, error);
-    if (ok) trainer->steps_done = facts.step;
     state_free(&s);
     return ok;
 }

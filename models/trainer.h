@@ -40,22 +40,36 @@ typedef struct cg_evaluation {
 
 typedef struct cg_trainer cg_trainer;
 
-/* Start a run of a checked config with fresh parameters. The feed must outlive the trainer. */
-cg_trainer *cg_trainer_new(const cg_config *config, const cg_feed *feed, cg_error *error);
+typedef struct cg_trainer_options {
+    const char *checkpoint; /* go on from this file; NULL: fresh parameters */
+    /* Files of models/topk_log.h. Record: what CSA layers select, up to the step at hand; with a checkpoint an older
+     * recording goes on. Replay: CSA layers take the recorded selections, nothing is chosen. Both are for the steps
+     * behind the indexer's warm-up; evaluations choose for themselves. NULL: neither. */
+    const char *record_topk, *replay_topk;
+    /* Compare every clone with its original, bit for bit: the first that differs fails the step, with scope and op.
+     * Originals live until their last clone has run, so the peak is near that of keeping them for backward. */
+    bool verify_recompute;
+} cg_trainer_options;
+
+/* Start a run of a checked config; options may be NULL. The feed must outlive the trainer. Whatever can be wrong with
+ * the files is refused here: a checkpoint that is damaged or of another model or other data, a recording that does not
+ * fit, verify_recompute where nothing is computed again. */
+cg_trainer *cg_trainer_new(const cg_config *config, const cg_feed *feed, const cg_trainer_options *options,
+                           cg_error *error);
 void cg_trainer_free(cg_trainer *trainer);
 
 /* Steps taken so far. */
 int64_t cg_trainer_steps(const cg_trainer *trainer);
 
-/* Take one step. A loss or gradient that is not finite is an error, and parameters stay as they were. */
+/* Take one step. A loss or gradient that is not finite is an error, and parameters stay as they were; a recording then
+ * ends with the selections of the step that failed. */
 bool cg_trainer_step(cg_trainer *trainer, cg_metrics *metrics, cg_error *error);
 
 /* Loss, accuracy and indexer health on the first eval_batches held-out batches, with the sparse attention. */
 bool cg_trainer_evaluate(cg_trainer *trainer, cg_evaluation *evaluation, cg_error *error);
 
+/* Write a checkpoint; a recording reaches the disk before it. */
 bool cg_trainer_save(const cg_trainer *trainer, const char *path, cg_error *error);
-/* Refused, and the trainer unchanged, when the file is damaged or of another model. */
-bool cg_trainer_load(cg_trainer *trainer, const char *path, cg_error *error);
 
 /* The step at hand, for reports: its graph and plan, and the peak its executor measured so far. */
 int64_t cg_trainer_measured_bytes(const cg_trainer *trainer);

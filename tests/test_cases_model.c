@@ -342,7 +342,7 @@ START_TEST(s35_reported_losses) {
             set(&config, "policy", how[p]);
             cg_error error = {0};
             cg_feed *source = cg_feed_recall(&config, &error);
-            cg_trainer *trainer = source ? cg_trainer_new(&config, source, &error) : NULL;
+            cg_trainer *trainer = source ? cg_trainer_new(&config, source, NULL, &error) : NULL;
             if (!trainer) ck_abort_msg("%s", error.text);
             for (int i = 0; i < 4; i++) {
                 cg_metrics m;

@@ -55,9 +55,24 @@ static cg_feed *feed_of(const cg_config *config) {
 
 static cg_trainer *trainer_of(const cg_config *config, const cg_feed *feed) {
     cg_error error = {0};
-    cg_trainer *trainer = cg_trainer_new(config, feed, &error);
+    cg_trainer *trainer = cg_trainer_new(config, feed, NULL, &error);
     if (!trainer) ck_abort_msg("%s", error.text);
     return trainer;
+}
+
+static cg_trainer *trainer_from(const cg_config *config, const cg_feed *feed, const char *checkpoint) {
+    cg_error error = {0};
+    cg_trainer *trainer = cg_trainer_new(config, feed, &(cg_trainer_options){.checkpoint = checkpoint}, &error);
+    if (!trainer) ck_abort_msg("%s", error.text);
+    return trainer;
+}
+
+static void expect_checkpoint_refused(const cg_config *config, const cg_feed *feed, const char *path,
+                                      const char *part) {
+    cg_error error = {0};
+    cg_trainer *trainer = cg_trainer_new(config, feed, &(cg_trainer_options){.checkpoint = path}, &error);
+    if (trainer || error.code != CG_BAD_INPUT || !strstr(error.text, part))
+        ck_abort_msg("expected a refusal with \"%s\", got: %s", part, trainer ? "a trainer" : error.text);
 }
 
 static void train(cg_trainer *trainer, int n, cg_metrics *metrics) {
@@ -118,8 +133,7 @@ START_TEST(stop_and_resume_gives_the_same_bits) {
         cg_checkpoint_path(dir, stop, path, sizeof path);
         if (!cg_trainer_save(b, path, &error)) ck_abort_msg("%s", error.text);
         cg_trainer_free(b);
-        b = trainer_of(&config, feed);
-        if (!cg_trainer_load(b, path, &error)) ck_abort_msg("%s", error.text);
+        b = trainer_from(&config, feed, path);
         ck_assert_int_eq(cg_trainer_steps(b), stop);
         train(b, 12 - stop, parts + stop);
         expect_same_metrics(straight, parts, 12);
@@ -132,10 +146,10 @@ START_TEST(stop_and_resume_gives_the_same_bits) {
 }
 END_TEST
 
-START_TEST(damaged_checkpoint_is_refused_and_changes_nothing) {
+START_TEST(damaged_checkpoint_is_refused) {
     cg_config config = small_config();
     cg_feed *feed = feed_of(&config);
-    cg_metrics before[2], after[2];
+    cg_metrics before[2];
     char dir[] = "/tmp/csagrad-test-XXXXXX", path[256];
     ck_assert_ptr_nonnull(mkdtemp(dir));
     cg_checkpoint_path(dir, 2, path, sizeof path);
@@ -153,22 +167,14 @@ START_TEST(damaged_checkpoint_is_refused_and_changes_nothing) {
         fseek(file, at, SEEK_SET);
         fputc(c ^ 0x10, file);
         fclose(file);
-        cg_trainer *b = trainer_of(&config, feed);
-        cg_error refused = {0};
-        if (cg_trainer_load(b, path, &refused))
-            ck_abort_msg("byte %ld was changed and the file still loaded", at);
-        ck_assert_ptr_nonnull(strstr(refused.text, path));
-        train(b, 2, after); /* still at its start */
-        expect_same_metrics(before, after, 2);
-        cg_trainer_free(b);
+        expect_checkpoint_refused(&config, feed, path, path);
         file = fopen(path, "r+b");
         fseek(file, at, SEEK_SET);
         fputc(c, file);
         fclose(file);
     }
     ck_assert_int_eq(truncate(path, facts.st_size - 8), 0);
-    cg_error cut = {0};
-    ck_assert(!cg_trainer_load(a, path, &cut));
+    expect_checkpoint_refused(&config, feed, path, path);
     int64_t steps[4];
     ck_assert_int_eq(cg_checkpoint_list(dir, steps, 4), 1);
     ck_assert_int_eq(steps[0], 2);
@@ -187,14 +193,12 @@ START_TEST(checkpoint_of_another_model_is_refused) {
     ck_assert_ptr_nonnull(mkdtemp(dir));
     cg_checkpoint_path(dir, 0, path, sizeof path);
     cg_error error = {0};
-    cg_trainer *a = trainer_of(&config, feed), *b = trainer_of(&other, feed);
+    cg_trainer *a = trainer_of(&config, feed);
     ck_assert(cg_trainer_save(a, path, &error));
-    ck_assert(!cg_trainer_load(b, path, &error));
-    ck_assert_ptr_nonnull(strstr(error.text, "ffn.w1.weight is f32 [32, 32], expected f32 [48, 32]"));
+    expect_checkpoint_refused(&other, feed, path, "ffn.w1.weight is f32 [32, 32], expected f32 [48, 32]");
     unlink(path);
     rmdir(dir);
     cg_trainer_free(a);
-    cg_trainer_free(b);
     cg_feed_free(feed);
 }
 END_TEST
@@ -374,5 +378,5 @@ START_TEST(micro_batches_weigh_by_their_tokens) {
 END_TEST
 
 SUITE("train", same_bits_on_any_number_of_threads, stop_and_resume_gives_the_same_bits,
-      damaged_checkpoint_is_refused_and_changes_nothing, checkpoint_of_another_model_is_refused, policies_agree,
+      damaged_checkpoint_is_refused, checkpoint_of_another_model_is_refused, policies_agree,
       repeated_micro_batches_change_nothing, micro_batches_weigh_by_their_tokens)

@@ -28,14 +28,14 @@
 #include "tools/options.h"
 #include "tools/run_log.h"
 
-enum { KEY_DATA = TOOL_OWN_KEYS, KEY_OUT, KEY_RESUME };
+enum { KEY_DATA = TOOL_OWN_KEYS, KEY_OUT, KEY_RESUME, KEY_RECORD, KEY_REPLAY, KEY_VERIFY };
 
 enum { DIR_BYTES = 480 }; /* of --out: with a file's name it fits into the paths here */
 
 typedef struct train_options {
     tool_model model;
-    const char *data, *out;
-    bool resume, json;
+    const char *data, *out, *record_topk, *replay_topk;
+    bool resume, verify_recompute, json;
 } train_options;
 
 static const struct argp_option options[] = {
@@ -45,6 +45,19 @@ static const struct argp_option options[] = {
      .group = GROUP_INPUT,
      .doc = "text: a file, or a folder with all text files below it (default: this project's own sources and "
             "documents)"},
+    {.name = "replay-topk",
+     .key = KEY_REPLAY,
+     .arg = "FILE",
+     .group = GROUP_INPUT,
+     .doc = "take the selections that --record-topk wrote instead of choosing; data, seed and sizes must be "
+            "the same, policy and dtype may differ: losses and gradients then differ by rounding alone. "
+            "Held-out batches choose for themselves. With --resume, give it again"},
+    {.name = "verify-recompute",
+     .key = KEY_VERIFY,
+     .group = GROUP_POLICY,
+     .doc = "compare whatever the policy computes again with its original, bit for bit; the first "
+            "difference ends the run and names scope and op. Originals live until they are compared: the "
+            "peak is about that of keeping them, plus the clones"},
     TOOL_OUTPUT_HEADER,
     {.name = "out",
      .key = KEY_OUT,
@@ -56,6 +69,14 @@ static const struct argp_option options[] = {
      .group = GROUP_OUTPUT,
      .doc = "go on from the newest checkpoint in --out that is whole, with its configuration; further options "
             "override it"},
+    {.name = "record-topk",
+     .key = KEY_RECORD,
+     .arg = "FILE",
+     .group = GROUP_OUTPUT,
+     .doc = "write what each CSA layer selects in each micro-batch of each step, as safetensors: topk "
+            "[micro-batches, CSA layers, rows, index_topk], int32, -1 for none. FILE begins behind the "
+            "indexer's warm-up, which selects nothing. It must be new; with --resume, the recording of this "
+            "run goes on from the checkpoint, and a missing one begins there"},
     {.name = "json",
      .key = TOOL_JSON,
      .group = GROUP_OUTPUT,
@@ -77,6 +98,15 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
         return 0;
     case KEY_RESUME:
         o->resume = true;
+        return 0;
+    case KEY_RECORD:
+        o->record_topk = arg;
+        return 0;
+    case KEY_REPLAY:
+        o->replay_topk = arg;
+        return 0;
+    case KEY_VERIFY:
+        o->verify_recompute = true;
         return 0;
     case TOOL_JSON:
         o->json = true;
@@ -210,9 +240,18 @@ static bool save(run *r, cg_error *error) {
     return true;
 }
 
-/* Load the newest whole checkpoint; a damaged one is named and the one before it is tried. A whole one that does
+/* Make the trainer, fresh or from a checkpoint. */
+static bool make_trainer(run *r, const char *checkpoint, cg_error *error) {
+    cg_trainer_options how = {.checkpoint = checkpoint,
+                              .record_topk = r->options->record_topk,
+                              .replay_topk = r->options->replay_topk,
+                              .verify_recompute = r->options->verify_recompute};
+    return (r->trainer = cg_trainer_new(r->config, r->feed, &how, error)) != NULL;
+}
+
+/* Go on from the newest whole checkpoint; a damaged one is named and the one before it is tried. A whole one that does
  * not fit (other data, another model) is refused: an older one would fit no better. */
-static bool load_newest(run *r, cg_error *error) {
+static bool resume(run *r, cg_error *error) {
     int64_t steps[64];
     char path[600];
     cg_error damage[64] = {0};
@@ -227,7 +266,7 @@ static bool load_newest(run *r, cg_error *error) {
     if (whole == n)
         return cg_fail(error, CG_BAD_INPUT, "--resume: none of %d checkpoint%s in %s is whole; the newest: %s",
                        n, n == 1 ? "" : "s", r->dir, damage[0].text);
-    if (!cg_trainer_load(r->trainer, path, error)) return false;
+    if (!make_trainer(r, path, error)) return false;
     for (int i = 0; i < whole; i++)
         fprintf(stderr, "csagrad train: %s; the checkpoint of step %" PRId64 " is used instead\n",
                 damage[i].text, steps[whole]);
@@ -285,9 +324,9 @@ static bool begin(run *r, cg_error *error) {
         return cg_fail(error, CG_BAD_INPUT, "--data is for --task text: the recall task makes its own");
     if (!r->options->resume && !dir_is_free(r, error)) return false;
     if (!(r->feed = cg_feed_new(r->options->data, r->config, error))) return false;
-    if (!(r->trainer = cg_trainer_new(r->config, r->feed, error))) return false;
+    if (!r->options->resume && !make_trainer(r, NULL, error)) return false;
     if (!cg_folder_make(r->dir, error) || !lock_dir(r, error)) return false;
-    if (!(r->options->resume ? load_newest(r, error) : dir_is_free(r, error))) return false;
+    if (!(r->options->resume ? resume(r, error) : dir_is_free(r, error))) return false;
     json_t *first = NULL;
     r->started_step = cg_trainer_steps(r->trainer);
     if (!write_config(r, error)) return false;
@@ -384,6 +423,9 @@ static void print_table(const run *r, const cg_evaluation *e) {
            (double)cg_trainer_measured_bytes(r->trainer) / 1048576);
     if (r->process_growth >= 0)
         printf(", and the process grew by %.2f MiB", (double)r->process_growth / 1048576);
+    if (r->options->verify_recompute && cg_trainer_steps(r->trainer) > r->started_step)
+        printf("\n  recompute: %d nodes ran again in each step, with the same bits as their originals",
+               cg_trainer_graph(r->trainer)->n_clones);
     printf("\n  high-water mark of the whole process, evaluation included: %.2f MiB\n",
            (double)cg_process_peak_bytes() / 1048576);
     printf("  files: %s/metrics.jsonl, config.json, checkpoint-%08" PRId64 ".safetensors\n", r->dir,
@@ -404,6 +446,8 @@ static json_t *final_json(const run *r, const cg_evaluation *e) {
     json_object_set_new(line, "chance", run_number(cg_feed_facts_of(r->feed)->chance));
     json_object_set_new(line, "planned_peak_bytes", json_integer(plan->peak_bytes));
     json_object_set_new(line, "measured_peak_bytes", json_integer(cg_trainer_measured_bytes(r->trainer)));
+    if (r->options->verify_recompute)
+        json_object_set_new(line, "verified_clones", json_integer(cg_trainer_graph(r->trainer)->n_clones));
     json_object_set_new(line, "process_growth_bytes", known_bytes(r->process_growth));
     json_object_set_new(line, "process_peak_bytes", known_bytes(cg_process_peak_bytes()));
     json_object_set_new(line, "seconds", run_number(now_s() - r->started_s));
