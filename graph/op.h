@@ -56,6 +56,8 @@ typedef struct cg_cost {
     double bytes; /* bytes that must move to and from memory */
 } cg_cost;
 
+typedef struct cg_device_fault cg_device_fault;
+
 /* What a kernel sees. It fills the outputs, allocates nothing, keeps nothing, reads nothing else. */
 typedef struct cg_run_args {
     int n_in, n_out;
@@ -64,6 +66,7 @@ typedef struct cg_run_args {
     const void *attr;
     void *workspace; /* as many bytes as the op's workspace() said, 64-byte aligned */
     cg_error *error; /* the executor puts scope and op before the sentence */
+    cg_device_fault *fault; /* on a device alone: where its kernels report wrong data (graph/backend.h) */
 } cg_run_args;
 
 typedef bool (*cg_kernel)(const cg_run_args *args);

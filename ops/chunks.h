@@ -11,7 +11,7 @@ enum { CG_MAX_CHUNKS = 16 };
 /* How many chunks n rows give when each is worth at least `least` rows; never 0. */
 static inline int64_t cg_chunk_count(int64_t n, int64_t least) {
     int64_t chunks = n / least;
-    return chunks < 1 ? 1 : chunks > CG_MAX_CHUNKS ? CG_MAX_CHUNKS : chunks;
+    return chunks < 1 ? 1 : chunks > CG_MAX_CHUNKS ? (int64_t)CG_MAX_CHUNKS : chunks;
 }
 
 /* The first row of chunk c; of chunk `chunks`: n. */

@@ -32,6 +32,7 @@ find_missing() {
         have_package $package || MISSING="$MISSING $package"
     done
     if [ "${1:-}" = test ]; then
+        have g++ || MISSING="$MISSING g++"
         for package in check libsubunit-dev; do
             have_package $package || MISSING="$MISSING $package"
         done
