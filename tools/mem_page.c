@@ -280,32 +280,25 @@ static json_t *curve_json(const mem_curve *curve, int row, texts *t) {
     int *place = malloc(((size_t)frontier->n_nodes + 1) * sizeof *place);
     if (!place) return NULL;
     for (int n = 0; n < frontier->n_nodes; n++) place[n] = -1;
-    column points[] = {{"peak_bytes", json_array()},
-                       {"extra_us", json_array()},
-                       {"extra_flops", json_array()},
-                       {"clones", json_array()},
-                       {"chosen", json_array()}};
+    column points[] = {{"peak_bytes", json_array()},  {"extra_us", json_array()}, {"least_us", json_array()},
+                       {"extra_flops", json_array()}, {"clones", json_array()},   {"chosen", json_array()}};
     column nodes[] = {{"op", json_array()}, {"scope", json_array()}};
-    column bounds[] = {{"peak_bytes", json_array()}, {"extra_us", json_array()}};
     for (int p = 0; p < frontier->n_points; p++) {
         const cg_trial *trial = &frontier->points[p].trial;
         put(&points[0], bytes_json(trial->peak_bytes));
         put(&points[1], us_json(trial->extra_us));
-        put(&points[2], real_json(trial->extra_flops));
-        put(&points[3], json_integer(trial->n_clones));
-        put(&points[4], chosen_json(curve, &frontier->points[p], place, &nodes[0], &nodes[1], t));
-    }
-    for (int b = 0; b < frontier->n_bounds; b++) {
-        put(&bounds[0], bytes_json(frontier->bounds[b].peak_bytes));
-        put(&bounds[1], us_json(frontier->bounds[b].extra_us));
+        put(&points[2], us_json(frontier->points[p].least_us));
+        put(&points[3], real_json(trial->extra_flops));
+        put(&points[4], json_integer(trial->n_clones));
+        put(&points[5], chosen_json(curve, &frontier->points[p], place, &nodes[0], &nodes[1], t));
     }
     free(place);
     int n_nodes = (int)json_array_size(nodes[0].list);
-    return json_pack("{s:s, s:i, s:b, s:b, s:i, s:I, s:o, s:o, s:o}", "base", curve->base, "row", row, "timed",
+    return json_pack("{s:s, s:i, s:b, s:b, s:i, s:I, s:I, s:o, s:o}", "base", curve->base, "row", row, "timed",
                      curve->node_us != NULL, "exact", frontier->exact, "candidates", frontier->n_candidates,
-                     "trials", (json_int_t)frontier->n_trials, "points",
-                     columns_json(points, 5, frontier->n_points), "nodes", columns_json(nodes, 2, n_nodes),
-                     "bounds", columns_json(bounds, 2, frontier->n_bounds));
+                     "trials", (json_int_t)frontier->n_trials, "least_bytes", (json_int_t)frontier->least_bytes,
+                     "points", columns_json(points, 6, frontier->n_points), "nodes",
+                     columns_json(nodes, 2, n_nodes));
 }
 
 static json_t *curves_json(const mem_report *report, texts *t) {
