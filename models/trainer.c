@@ -90,6 +90,14 @@ static double read_scalar(const cg_exec *exec, const cg_value *value) {
 
 /* ---- the step's graph ---- */
 
+static cg_step_options step_options(const cg_trainer *trainer, bool warming) {
+    return (cg_step_options){.max_segments = cg_feed_facts_of(trainer->feed)->max_segments,
+                             .attend_all = warming,
+                             .given_topk = trainer->replays,
+                             .keep_topk = trainer->records && !warming,
+                             .plan.keep_cloned_originals = trainer->verifies};
+}
+
 /* Build the step for the phase at hand. Parameters and moments, if there are any yet, move over through a copy:
  * two arenas at once would be the peak of the whole run. */
 static bool build_step(cg_trainer *trainer, cg_error *error) {
@@ -109,11 +117,7 @@ static bool build_step(cg_trainer *trainer, cg_error *error) {
         cg_step_free(&trainer->step);
     }
     trainer->warming = is_warming(trainer);
-    cg_step_options options = {.max_segments = cg_feed_facts_of(trainer->feed)->max_segments,
-                               .attend_all = trainer->warming,
-                               .given_topk = trainer->replays,
-                               .keep_topk = trainer->records && !trainer->warming,
-                               .plan.keep_cloned_originals = trainer->verifies};
+    cg_step_options options = step_options(trainer, trainer->warming);
     bool ok = cg_step_build(&trainer->step, &trainer->config, &options, error);
     trainer->process_growth = -1;
     trainer->resident_before = cg_process_resident_bytes();
@@ -173,12 +177,22 @@ static bool open_topk(cg_trainer *trainer, const cg_trainer_options *options, cg
                                                  options->checkpoint != NULL, error)) != NULL;
 }
 
+/* In the step at hand, or in those behind the warm-up. */
+static bool has_clones(const cg_trainer *trainer, cg_error *error) {
+    if (trainer->step.n_clones || !trainer->warming) return trainer->step.n_clones > 0;
+    cg_step later;
+    cg_step_options options = step_options(trainer, false);
+    bool ok = cg_step_build(&later, &trainer->config, &options, error) && later.n_clones;
+    cg_step_free(&later);
+    return ok;
+}
+
 static bool start(cg_trainer *trainer, const cg_trainer_options *options, cg_error *error) {
     const cg_config *c = &trainer->config;
     for (int64_t i = 0; i < c->accumulate; i++)
         if (!(trainer->batches[i] = cg_batch_new(trainer->feed, error))) return false;
     if (!build_step(trainer, error)) return false;
-    if (trainer->verifies && !trainer->step.n_clones && !trainer->warming)
+    if (trainer->verifies && !has_clones(trainer, error))
         return cg_fail(error, CG_BAD_INPUT, "there is no recompute to verify: policy %s computes nothing again",
                        c->policy);
     if (options->checkpoint && !load(trainer, options->checkpoint, error)) return false;

@@ -1,4 +1,5 @@
-/* csagrad train from outside: what a run writes, stop and go on, kill, damage, full disks, bad options, memory. */
+/* csagrad train from outside: what a run writes, stop and go on, kill, damage, full disks, bad options, recorded
+ * selections, memory. */
 #include "tests/support.h"
 
 #include <jansson.h>
@@ -235,15 +236,24 @@ static int64_t integer(const json_t *object, const char *key) {
     return json_integer_value(value);
 }
 
-/* Bit by bit but for what time and the kernel say. JSON has 17 digits: enough to tell any two doubles apart. */
-static void expect_same_metrics(const char *dir_a, const char *dir_b) {
+static void forget(json_t *line, const char *const *keys, size_t n) {
+    for (size_t k = 0; k < n; k++) json_object_del(line, keys[k]);
+}
+
+/* Bit by bit but for what time and the kernel say, and, of other graphs, for what they plan. JSON has 17 digits: enough
+ * to tell any two doubles apart. */
+static void compare_metrics(const char *dir_a, const char *dir_b, bool same_graph) {
     static const char *const of_the_moment[] = {"tokens_per_s", "seconds", "process_growth_bytes",
-                                                "process_peak_bytes"};
+                                                "process_peak_bytes"},
+                             *const of_the_graph[] = {"planned_peak_bytes", "measured_peak_bytes",
+                                                      "verified_clones"};
     metrics *a = metrics_of(dir_a), *b = metrics_of(dir_b);
     for (int i = 0; i < a->n && i < b->n; i++) {
-        for (size_t k = 0; k < sizeof of_the_moment / sizeof *of_the_moment; k++) {
-            json_object_del(a->lines[i], of_the_moment[k]);
-            json_object_del(b->lines[i], of_the_moment[k]);
+        forget(a->lines[i], of_the_moment, 4);
+        forget(b->lines[i], of_the_moment, 4);
+        if (!same_graph) {
+            forget(a->lines[i], of_the_graph, 3);
+            forget(b->lines[i], of_the_graph, 3);
         }
         if (json_equal(a->lines[i], b->lines[i])) continue;
         ck_abort_msg("%s and %s differ in line %d:\n%s\n%s", dir_a, dir_b, i + 1, json_dumps(a->lines[i], 0),
@@ -253,6 +263,8 @@ static void expect_same_metrics(const char *dir_a, const char *dir_b) {
     metrics_free(a);
     metrics_free(b);
 }
+
+static void expect_same_metrics(const char *dir_a, const char *dir_b) { compare_metrics(dir_a, dir_b, true); }
 
 /* Wait until a run has logged n steps. */
 static void wait_for_lines(pid_t child, const char *dir, int n) {
@@ -608,6 +620,168 @@ START_TEST(bad_options) {
 }
 END_TEST
 
+/* ---- recorded selections ---- */
+
+/* The weights and moments of two checkpoints, bit for bit; their configurations may differ. */
+static void expect_same_weights(const char *path_a, const char *path_b) {
+    cg_error error = {0};
+    cg_safetensors *a = cg_safetensors_open(path_a, &error), *b = cg_safetensors_open(path_b, &error);
+    if (!a || !b) ck_abort_msg("%s", error.text);
+    ck_assert_int_eq(cg_safetensors_count(a), cg_safetensors_count(b));
+    for (int i = 0; i < cg_safetensors_count(a); i++) {
+        const cg_named_tensor *one = cg_safetensors_at(a, i);
+        const cg_tensor *two = cg_safetensors_find(b, one->name);
+        size_t bytes = (size_t)cg_tensor_bytes(one->tensor.dtype, &one->tensor.shape);
+        ck_assert(two && two->dtype == one->tensor.dtype && cg_shape_equal(&two->shape, &one->tensor.shape));
+        if (memcmp(one->tensor.data, two->data, bytes)) ck_abort_msg("%s differs", one->name);
+    }
+    cg_safetensors_close(a);
+    cg_safetensors_close(b);
+}
+
+#define SOME TINY TEXT "--set accumulate=2 --steps 8 --indexer-warmup 2 "
+
+START_TEST(record_and_replay) {
+    RUN(SOME "--out chosen");
+    RUN(SOME "--out recorded --record-topk recorded/topk.safetensors"); /* in the folder that the run makes */
+    RUN(SOME "--out replayed --replay-topk recorded/topk.safetensors --record-topk copy.topk");
+    compare_metrics("chosen", "recorded", false);
+    compare_metrics("recorded", "replayed", false);
+    SHELL("cmp chosen/checkpoint-00000008.safetensors recorded/checkpoint-00000008.safetensors");
+    SHELL("cmp recorded/checkpoint-00000008.safetensors replayed/checkpoint-00000008.safetensors");
+    SHELL("cmp recorded/topk.safetensors copy.topk");
+    char *text = shell("'%s' info copy.topk", CSAGRAD_PROGRAM);
+    ck_assert_ptr_nonnull(strstr(text, "topk  i32    [12, 1, 288, 4]"));
+    ck_assert_ptr_nonnull(strstr(text, "first_step = 3"));
+    free(text);
+    /* other policies on the same selections: recomputing changes no bit, and is certified */
+    RUN(SOME "--out of_save --policy save --replay-topk copy.topk");
+    char *out = good(SOME "--out of_recompute --policy recompute --replay-topk copy.topk --verify-recompute");
+    ck_assert_ptr_nonnull(strstr(out, "nodes ran again in each step, with the same bits as their originals"));
+    free(out);
+    compare_metrics("of_save", "of_recompute", false);
+    expect_same_weights(checkpoint("of_save", 8), checkpoint("of_recompute", 8));
+    metrics *m = metrics_of("of_recompute"), *streamed = metrics_of("recorded");
+    ck_assert_int_gt(integer(last_line(m), "verified_clones"), 5);
+    for (int i = 0; i < 8; i++)
+        ck_assert_double_le(fabs(number(m->lines[i], "lm_loss") - number(streamed->lines[i], "lm_loss")), 1e-4);
+    metrics_free(m);
+    metrics_free(streamed);
+}
+END_TEST
+
+/* However a run ends, the file holds the steps that were taken, and goes on with the run. */
+START_TEST(stopped_while_recording) {
+    static const int signals[] = {SIGINT, SIGKILL};
+    for (int s = 0; s < 2; s++) {
+        pid_t child =
+            start(TINY RECALL "--steps 100000 --set checkpoint_every=3 --record-topk stop.topk --out stop", 0);
+        wait_for_lines(child, "stop", 8);
+        kill(child, signals[s]);
+        outcome o = finish(child);
+        ck_assert_int_eq(o.code, s == 0 ? 130 : -SIGKILL);
+        outcome_free(&o);
+        int lines = 0;
+        char *log = slurp(path_of("stop/metrics.jsonl")), expected[64];
+        for (const char *p = log; *p; p++) lines += *p == '\n';
+        free(log);
+        if (s == 0) {
+            char *text = shell("'%s' info stop.topk", CSAGRAD_PROGRAM);
+            snprintf(expected, sizeof expected, "[%d, 1, 288, 4]", lines);
+            ck_assert_msg(strstr(text, expected) != NULL, "%s is not in %s", expected, text);
+            free(text);
+        }
+        RUN("--steps %d --resume --record-topk stop.topk --out stop", lines + 4);
+        RUN(TINY RECALL "--steps %d --set checkpoint_every=3 --record-topk go.topk --out go", lines + 4);
+        SHELL("cmp stop.topk go.topk");
+        RUN(TINY RECALL "--steps %d --replay-topk stop.topk --out again", lines + 4);
+        compare_metrics("stop", "again", false);
+        SHELL("rm -r stop go again stop.topk go.topk");
+    }
+}
+END_TEST
+
+START_TEST(recordings_that_do_not_fit) {
+    RUN(SOME "--out fits --set checkpoint_every=4 --record-topk fits.topk");
+    SHELL("cp fits.topk torn.topk && printf x >>torn.topk && head -c 9000 fits.topk >cut.topk && cp fits.topk "
+          "bad.topk && "
+          "printf '\\377' | dd of=bad.topk bs=1 seek=5000 conv=notrunc");
+    static const struct {
+        const char *arguments, *part;
+    } list[] = {
+        {SOME "--replay-topk none.topk", "none.topk: cannot be opened"},
+        {SOME "--replay-topk torn.topk", "torn.topk: 1 bytes follow the last tensor"},
+        {SOME "--replay-topk cut.topk", "cut.topk: tensor 'topk': data_offsets"},
+        {SOME "--replay-topk bad.topk", "bad.topk is damaged: its content has checksum"},
+        {SOME "--replay-topk fits/config.json", "fits/config.json: claims a header"},
+        {SOME "--replay-topk fits/checkpoint-00000008.safetensors", "is not a recording of selections"},
+        {SOME "--replay-topk fits.topk --steps 9",
+         "6 steps from step 3 on, this run needs those of the steps 3 to 9"},
+        {SOME "--replay-topk fits.topk --indexer-warmup 1", "needs those of the steps 2 to 8"},
+        {SOME "--replay-topk fits.topk --indexer-warmup 8", "the indexer's warm-up takes all 8 steps"},
+        {SOME "--replay-topk fits.topk --seed 9", "was recorded with seed 1, this run has 9"},
+        {SOME "--replay-topk fits.topk --seq 140", "was recorded with seq_len 144, this run has 140"},
+        {SOME "--replay-topk fits.topk --batch 1", "was recorded with batch_size 2, this run has 1"},
+        {SOME "--replay-topk fits.topk --set accumulate=1", "was recorded with accumulate 2, this run has 1"},
+        {SOME "--replay-topk fits.topk --set index_topk=5", "was recorded with index_topk 4, this run has 5"},
+        {SOME "--replay-topk fits.topk --set compress_ratios=4,0,128",
+         "was recorded with layers 1, this run has 0"},
+        {SOME "--replay-topk fits.topk --set compress_ratios=0,0,128", "compress_ratios holds no 4"},
+        {SOME "--record-topk new.topk --set compress_ratios=0,0,128", "compress_ratios holds no 4"},
+        {SOME "--record-topk new.topk --set index_topk=0", "index_topk is 0"},
+        {SOME "--record-topk fits.topk", "fits.topk is there already"},
+        {SOME "--record-topk fits.topk --replay-topk fits.topk", "cannot be replayed and recorded to at once"},
+        {SOME "--record-topk fits", "fits is there already"},
+        {SOME "--record-topk fits/config.json/below", "in the way"},
+        {SOME "--verify-recompute", "policy stream computes nothing again"},
+        {SOME "--verify-recompute --policy save", "policy save computes nothing again"},
+    };
+    char *before = state_of("fits*");
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        bad(2, list[i].part, "%s --out unfit", list[i].arguments);
+        if (exists(path_of("unfit")) || exists(path_of("new.topk")))
+            ck_abort_msg("%s leaves files", list[i].arguments);
+    }
+    write_text("other_text", 77);
+    bad(2, "was recorded with data", SOME "--data other_text --replay-topk fits.topk --out unfit");
+    const char *more = "--steps 12 --resume --data text --out fits";
+    bad(2, "needs those of the steps 9 to 12", "%s --replay-topk fits.topk", more);
+    bad(2, "bad.topk is damaged", "%s --record-topk bad.topk", more);
+    bad(2, "is not a recording", "%s --record-topk fits/checkpoint-00000008.safetensors", more);
+    bad(2, "cannot be replayed and recorded", "%s --record-topk fits.topk --replay-topk fits.topk", more);
+    expect_unchanged("fits*", before);
+    /* of a run of fewer steps than the checkpoint has */
+    RUN(SOME "--out fewer --steps 4 --record-topk fewer.topk");
+    bad(2, "2 steps from step 3 on: it cannot go on at step 9", "%s --record-topk fewer.topk", more);
+    /* without a file, what follows is recorded, and can be replayed from the same checkpoint */
+    SHELL("cp -r fits replays");
+    RUN("%s --record-topk later.topk", more);
+    RUN("--steps 12 --resume --data text --out replays --replay-topk later.topk");
+    SHELL("cmp fits/checkpoint-00000012.safetensors replays/checkpoint-00000012.safetensors");
+}
+END_TEST
+
+/* Wide selections, so that the recording is soon larger than the checkpoint, which must still fit. */
+#define WIDE TINY RECALL "--set index_topk=32 --set eval_every=0 "
+
+START_TEST(disk_full_while_recording) {
+    RUN(WIDE "--steps 1 --out wide");
+    const off_t head = 4096, step = 288 * 32 * 4;
+    rlim_t limit = (rlim_t)(size_of(checkpoint("wide", 1)) + head + step);
+    const char *arguments = WIDE "--steps 300 --record-topk full.topk --out topk_full";
+    expect_bad(finish(start(arguments, limit)), arguments, 1, "full.topk cannot be written");
+    metrics *m = metrics_of("topk_full");
+    int n = m->n;
+    metrics_free(m);
+    ck_assert_int_gt(n, 5);
+    ck_assert_int_eq(size_of(path_of("full.topk")), head + step * n);
+    ck_assert(exists(checkpoint("topk_full", n)));
+    RUN("--steps %d --resume --record-topk full.topk --out topk_full", n + 2);
+    RUN(WIDE "--steps %d --record-topk not_full.topk --out topk_not_full", n + 2);
+    SHELL("cmp full.topk not_full.topk");
+}
+END_TEST
+
 /* ---- memory ---- */
 
 START_TEST(plan_is_what_the_process_grows_by) {
@@ -654,6 +828,10 @@ int main(void) {
                                   folders_that_cannot_be,
                                   disk_full,
                                   bad_options,
+                                  record_and_replay,
+                                  stopped_while_recording,
+                                  recordings_that_do_not_fit,
+                                  disk_full_while_recording,
                                   plan_is_what_the_process_grows_by};
     int failed = suite_run("tools_train", tests, (int)(sizeof tests / sizeof *tests));
     char command[64];
