@@ -153,7 +153,7 @@ static void print_curves(const mem_report *report) {
             char *chosen = chosen_text(curve, p);
             table_cell(t, "%.3f", mib(p->trial.peak_bytes));
             table_cell(t, "%.1f", p->trial.extra_us);
-            if (!f->exact) table_cell(t, "%.1f", cg_frontier_least_us(f, p->trial.peak_bytes));
+            if (!f->exact) table_cell(t, "%.1f", p->least_us);
             table_cell(t, "%.3f", p->trial.extra_flops / 1e9);
             table_cell(t, "%d", p->trial.n_clones);
             table_cell(t, "%s", chosen && chosen[0] ? chosen : "-");
@@ -293,11 +293,11 @@ static json_t *curve_json(const mem_curve *curve) {
     for (int i = 0; i < f->n_points; i++) {
         const cg_trial *trial = &f->points[i].trial;
         char *chosen = chosen_text(curve, &f->points[i]);
-        json_array_append_new(list, json_pack("{s:I, s:f, s:f, s:f, s:i, s:s}", "peak_bytes",
-                                              (json_int_t)trial->peak_bytes, "extra_us", trial->extra_us,
-                                              "least_us", cg_frontier_least_us(f, trial->peak_bytes),
-                                              "extra_flops", trial->extra_flops, "recomputed_nodes",
-                                              trial->n_clones, "ops", chosen ? chosen : ""));
+        json_array_append_new(list,
+                              json_pack("{s:I, s:f, s:f, s:f, s:i, s:s}", "peak_bytes",
+                                        (json_int_t)trial->peak_bytes, "extra_us", trial->extra_us, "least_us",
+                                        f->points[i].least_us, "extra_flops", trial->extra_flops,
+                                        "recomputed_nodes", trial->n_clones, "ops", chosen ? chosen : ""));
         free(chosen);
     }
     return json_pack("{s:b, s:i, s:o}", "exact", f->exact, "candidates", f->n_candidates, "points", list);
