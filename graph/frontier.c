@@ -61,7 +61,7 @@ bool cg_recompute_trial(cg_graph *graph, const bool *chosen, const double *node_
 /* ---- what a search knows of the graph ---- */
 
 /* Up to FEW candidates all count; of more, those whose bytes are above 1/LEAST_SHARE of the peak. */
-enum { NEVER = 1 << 30, FEW = 24, LEAST_SHARE = 128 };
+enum { NEVER = 1 << 30, FEW = 24, LEAST_SHARE = 512 };
 
 /* An output of a candidate, with everything that shares its storage. */
 typedef struct output {
@@ -509,12 +509,26 @@ static void trim(search *s, descent *d) {
     simulate(s, d->cloned, &d->now);
 }
 
+/* Would it help at step t not to keep c: is it alive there, and only for being kept? */
+static bool is_kept_at(const search *s, const state *st, int c, int t) {
+    for (int o = 0; o < s->list[c].node->n_out; o++) {
+        const output *out = &s->list[c].out[o];
+        const int *need = need_of(s, st, c, o);
+        int end = out->last_read;
+        for (int g = 0; g < s->n_groups; g++)
+            if (need[g] < NEVER && need[g] - 1 > end) end = need[g] - 1;
+        if (out->bytes && t >= out->birth && t <= end && !is_settled(s, out, need, t)) return true;
+    }
+    return false;
+}
+
 /* One step down: the move that takes most from the fullest step for its time; `power` weighs bytes against time. */
 static bool step_down(search *s, descent *d, int power) {
     int full = fullest(s, d->now.forced);
     double best = 0;
-    for (int c = 0; c < s->n; c++)
-        for (int chain = 0; chain < 2 && !d->cloned[c]; chain++) {
+    for (int c = 0; c < s->n; c++) {
+        if (d->cloned[c] || !is_kept_at(s, &d->now, c, full)) continue;
+        for (int chain = 0; chain < 2; chain++) {
             memcpy(d->move, d->cloned, (size_t)s->n);
             if (chain)
                 add_chain(s, d->move, c);
@@ -529,6 +543,7 @@ static bool step_down(search *s, descent *d, int power) {
             best = score;
             memcpy(d->best, d->move, (size_t)s->n);
         }
+    }
     if (best > 0) memcpy(d->cloned, d->best, (size_t)s->n);
     return best > 0;
 }

@@ -37,7 +37,7 @@ typedef struct cg_frontier_point {
 
 typedef struct cg_frontier {
     int n_candidates; /* forward nodes that the search decides about: all whose recomputation can change anything, or, when
-                         these are more than 24, those with more than 1/128 of the peak */
+                         these are more than 24, those with more than 1/512 of the peak */
     int n_points;
     cg_frontier_point *points; /* peak falling, time rising; the first recomputes nothing */
     bool exact;                /* no set of candidates beats any point, nor has less peak than the last */

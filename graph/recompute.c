@@ -15,7 +15,7 @@ enum { MAX_TERMS = 32 };
 
 static bool op_matches(const char *patterns, const char *name) {
     char copy[192];
-    snprintf(copy, sizeof copy, "%s", patterns);
+    strcpy(copy, patterns); /* a term's, which has as much room */
     for (char *save = NULL, *p = strtok_r(copy, ",", &save); p; p = strtok_r(NULL, ",", &save))
         if (!fnmatch(p, name, 0)) return true;
     return false;

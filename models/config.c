@@ -272,7 +272,8 @@ static void range_text(const entry *e, char *text, size_t bytes) {
         return;
     case POLICY:
         snprintf(text, bytes,
-                 "save, recompute, stream, or terms of letters, digits and _*?,@/;.-=+ (below %d bytes)",
+                 "save, recompute, stream, auto:BYTES, or terms of letters, digits and _*?,@/:;.-=+ (below %d "
+                 "bytes)",
                  CG_POLICY_BYTES);
         return;
     }
@@ -302,7 +303,7 @@ static bool refuse(const entry *e, const char *got, cg_error *error) {
 }
 
 static bool is_policy(const char *text) {
-    static const char allowed[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_*?,@/;.-=+";
+    static const char allowed[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_*?,@/:;.-=+";
     size_t length = strlen(text);
     return length > 0 && length < CG_POLICY_BYTES && strspn(text, allowed) == length;
 }

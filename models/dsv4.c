@@ -1,7 +1,6 @@
 #include "models/dsv4.h"
 
 #include "core/rng.h"
-#include "core/suggest.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -268,52 +267,6 @@ bool cg_dsv4_build(cg_graph *graph, const cg_config *config, const cg_dsv4_optio
     model->lm_loss = cg_mul(graph, cg_cross_entropy(graph, model->logits, model->targets), model->lm_scale);
     if (loss) model->indexer_loss = cg_mul(graph, loss, model->row_scale);
     return cg_graph_error(graph) == NULL;
-}
-
-/* ---- policies ---- */
-
-/* The nodes whose outputs ordinary autograd would keep for the indexer objective. */
-static const char recompute_terms[] =
-    "indexer_head_scores,relu,indexer_head_sum,gather,softmax@layer*/attn/indexer";
-
-/* One word that is no op is meant as a form. */
-static bool is_a_term(const char *policy, cg_error *error) {
-    static const char *const forms[] = {"save", "recompute", "stream"};
-    if (policy[strcspn(policy, ",@;*?=+/")] || cg_op_find(&cg_all_ops, policy)) return true;
-    const char *near = cg_suggest(policy, forms, 3), **names = calloc((size_t)cg_all_ops.n, sizeof *names);
-    for (int i = 0; names && i < cg_all_ops.n; i++) names[i] = cg_all_ops.list[i]->name;
-    if (!near && names) near = cg_suggest(policy, names, cg_all_ops.n);
-    cg_fail(error, CG_BAD_INPUT,
-            "unknown policy \"%s\"%s%s%s, expected save, recompute, stream, or OP[,OP...][@SCOPE][;...]",
-            policy, near ? " (did you mean " : "", near ? near : "", near ? "?)" : "");
-    free(names);
-    return false;
-}
-
-bool cg_policy_parse(const char *policy, cg_form *form, char *terms, cg_error *error) {
-    *form = CG_FORM_SPELLED;
-    *terms = 0;
-    if (!strcmp(policy, "save")) return true;
-    if (!strcmp(policy, "recompute")) {
-        snprintf(terms, CG_POLICY_BYTES, "%s", recompute_terms);
-        return true;
-    }
-    static const char stream[] = "stream", prefix[] = "recompute=";
-    if (!strncmp(policy, stream, sizeof stream - 1) && (policy[6] == 0 || policy[6] == '+')) {
-        *form = CG_FORM_STREAM;
-        if (policy[6] == 0) return true;
-        policy += sizeof stream;
-    }
-    if (!strncmp(policy, prefix, sizeof prefix - 1)) policy += sizeof prefix - 1;
-    if (!policy[strspn(policy, ";")])
-        return cg_fail(error, CG_BAD_INPUT,
-                       "policy is empty, expected save, recompute, stream, or OP[,OP...][@SCOPE][;...]");
-    if (*form == CG_FORM_SPELLED && !is_a_term(policy, error)) return false;
-    if (strlen(policy) >= CG_POLICY_BYTES)
-        return cg_fail(error, CG_BAD_INPUT, "policy is %zu characters long, at most %d fit", strlen(policy),
-                       CG_POLICY_BYTES - 1);
-    snprintf(terms, CG_POLICY_BYTES, "%s", policy);
-    return true;
 }
 
 /* ---- parameters ---- */

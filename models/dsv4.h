@@ -64,11 +64,6 @@ typedef struct cg_dsv4 {
  * cg_graph_error(graph). `model` is large: allocate it. */
 bool cg_dsv4_build(cg_graph *graph, const cg_config *config, const cg_dsv4_options *options, cg_dsv4 *model);
 
-/* Split a policy text: save, recompute, stream, TEXT (spelled out, rewritten by that cg_recompute text, with or
- * without "recompute=" before it), or stream+TEXT. terms (CG_POLICY_BYTES) becomes the text for cg_recompute,
- * "" for none. */
-bool cg_policy_parse(const char *policy, cg_form *form, char *terms, cg_error *error);
-
 /* The name of a parameter in checkpoints: "layers.0.attn.wq_a.weight", as in DeepSeek's release. */
 const char *cg_param_name(const cg_value *param, char *text, size_t text_bytes);
 

@@ -53,15 +53,17 @@ bool cg_probe_build(cg_probe *probe, const cg_config *config, const cg_dsv4_opti
                         .grads = calloc(CG_MAX_PARAMS, sizeof(cg_value *))};
     if (!probe->graph || !probe->model || !probe->grads)
         return cg_fail(error, CG_FAILED, "out of memory while a probe is built");
-    char terms[CG_POLICY_BYTES];
+    cg_policy policy;
     cg_dsv4_options how = *options;
-    if (!cg_policy_parse(config->policy, &how.form, terms, error)) return false;
+    if (!cg_policy_parse(config->policy, &policy, error)) return false;
+    how.form = policy.form;
     if (cg_dsv4_build(probe->graph, config, &how, probe->model)) {
         cg_keep(probe->model->lm_loss);
         cg_keep(probe->model->indexer_loss);
         cg_keep(probe->model->logits);
         cg_keep_choices(probe->graph);
-        if (differentiate(probe, config)) cg_recompute(probe->graph, terms, &probe->n_clones);
+        if (differentiate(probe, config))
+            cg_policy_apply(probe->graph, &policy, NULL, &probe->n_clones, &probe->frontier);
     }
     return (probe->plan = cg_plan_make(probe->graph, NULL, error)) != NULL &&
            (probe->exec = cg_exec_new(probe->plan, exec_options, error)) != NULL;
@@ -71,6 +73,7 @@ void cg_probe_free(cg_probe *probe) {
     cg_exec_free(probe->exec);
     cg_plan_free(probe->plan);
     cg_graph_free(probe->graph);
+    cg_frontier_free(probe->frontier);
     free(probe->model);
     free(probe->grads);
     memset(probe, 0, sizeof *probe);

@@ -11,15 +11,17 @@
 
 #include "graph/gradcheck.h"
 #include "models/dsv4.h"
+#include "models/policy.h"
 
 /* Forward and backward of a model, planned and ready to run. */
 typedef struct cg_probe {
     cg_graph *graph;
     cg_dsv4 *model;
     cg_value *lm_seed,
-        *indexer_seed; /* [1]: gradients of the two losses; the second is NULL without its loss */
-    cg_value **grads;  /* by parameter, kept */
-    int n_clones;      /* nodes that recompute added */
+        *indexer_seed;     /* [1]: gradients of the two losses; the second is NULL without its loss */
+    cg_value **grads;      /* by parameter, kept */
+    int n_clones;          /* nodes that recompute added */
+    cg_frontier *frontier; /* of an auto policy, else NULL */
     cg_plan *plan;
     cg_exec *exec;
 } cg_probe;

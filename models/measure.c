@@ -98,11 +98,10 @@ static bool build_part(cg_step *step, const cg_config *config, const cg_workload
     step->graph = cg_graph_new(&cg_all_ops);
     step->grads = calloc(3, sizeof *step->grads);
     if (!step->graph || !step->grads) return cg_fail(error, CG_FAILED, "out of memory while a graph is built");
-    cg_form form;
-    char terms[CG_POLICY_BYTES];
-    if (!cg_policy_parse(config->policy, &form, terms, error)) return false;
-    build_objective(step, config, room_for_segments(w), form);
-    cg_recompute(step->graph, terms, &step->n_clones);
+    cg_policy policy;
+    if (!cg_policy_parse(config->policy, &policy, error)) return false;
+    build_objective(step, config, room_for_segments(w), policy.form);
+    cg_policy_apply(step->graph, &policy, plan, &step->n_clones, &step->frontier);
     step->plan = cg_plan_make(step->graph, plan, error);
     return step->plan != NULL;
 }

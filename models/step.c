@@ -76,16 +76,17 @@ static bool has_indexer(const cg_config *config) {
 bool cg_step_build(cg_step *step, const cg_config *config, const cg_step_options *options, cg_error *error) {
     memset(step, 0, sizeof *step);
     if (!allocate(step)) return cg_fail(error, CG_FAILED, "out of memory while a step is built");
-    char terms[CG_POLICY_BYTES];
+    cg_policy policy;
     cg_dsv4_options model = {.n_rows = config->batch_size * config->seq_len,
                              .max_segments = options->max_segments,
                              .max_seqlen = config->seq_len,
                              .with_loss = true,
                              .attend_all = options->attend_all,
                              .given_topk = options->given_topk};
-    if (!cg_policy_parse(config->policy, &model.form, terms, error)) return false;
+    if (!cg_policy_parse(config->policy, &policy, error)) return false;
+    model.form = policy.form;
     if (!strcmp(config->policy, "recompute") && !has_indexer(config))
-        *terms = 0; /* there is nothing to recompute */
+        policy.terms[0] = 0; /* there is nothing to recompute */
     if (cg_dsv4_build(step->graph, config, &model, step->model)) {
         cg_keep(step->model->lm_loss);
         cg_keep(step->model->indexer_loss);
@@ -93,9 +94,9 @@ bool cg_step_build(cg_step *step, const cg_config *config, const cg_step_options
         for (int i = 0; options->keep_topk && i < step->model->n_layers; i++)
             cg_keep(step->model->layers[i].topk);
         build_backward(step, config);
-        cg_recompute(step->graph, terms, &step->n_clones);
         for (int p = 0; options->keep_gradients && p < step->model->n_params; p++) cg_keep(step->grads[p]);
         if (!options->no_optimizer) build_optimizer(step, config);
+        cg_policy_apply(step->graph, &policy, &options->plan, &step->n_clones, &step->frontier);
     }
     step->plan = cg_plan_make(step->graph, &options->plan, error);
     return step->plan != NULL;
@@ -104,6 +105,7 @@ bool cg_step_build(cg_step *step, const cg_config *config, const cg_step_options
 void cg_step_free(cg_step *step) {
     cg_plan_free(step->plan);
     cg_graph_free(step->graph);
+    cg_frontier_free(step->frontier);
     free(step->model);
     free(step->grads);
     free(step->m);

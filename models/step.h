@@ -4,6 +4,7 @@
 
 #include "graph/plan.h"
 #include "models/dsv4.h"
+#include "models/policy.h"
 
 typedef struct cg_step_options {
     int64_t max_segments;
@@ -20,8 +21,9 @@ typedef struct cg_step {
     cg_graph *graph;
     cg_dsv4 *model;
     cg_plan *plan;
-    int n_clones;       /* nodes that recompute added */
-    cg_value *seed;     /* [1] input, the gradient of both losses: write 1 */
+    int n_clones;          /* nodes that recompute added */
+    cg_frontier *frontier; /* of an auto policy, else NULL */
+    cg_value *seed;        /* [1] input, the gradient of both losses: write 1 */
     cg_value *keep;     /* [1] input: 0 in the first micro-batch of a step, else 1; NULL without accumulation */
     cg_value *schedule; /* [2] input: learning rate, step counted from 1 */
     cg_value *grad_norm; /* [1], before clipping */
