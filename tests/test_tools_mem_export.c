@@ -257,11 +257,12 @@ static void expect_frames(const json_t *frames, const cg_plan *plan) {
         ck_assert_int_eq(json_object_size(frame), 3);
         ck_assert(text(frame, "filename")[0] && text(frame, "name")[0]);
         ck_assert(number(frame, "line") >= 0 && number(frame, "line") < plan->n_steps);
-        const char *again = "runs again: ", *name = text(frame, "name");
-        if (strncmp(name, again, strlen(again))) continue;
+        const char *name = text(frame, "name"), *left_out = ", which does not run itself";
+        if (strncmp(name, "runs again: ", 12) && strncmp(name, "gradient of ", 12)) continue;
+        if (strstr(name, left_out)) continue;
         const cg_node *cause = plan->steps[number(frame, "line")];
-        ck_assert_str_eq(name + strlen(again), cause->op->name);
-        ck_assert_str_eq(text(frame, "filename"), cause->scope);
+        ck_assert_str_eq(name + 12, cause->op->name);
+        ck_assert_str_eq(text(frame, "filename"), cause->scope[0] ? cause->scope : "(top)");
         ck_assert_int_eq(cause->pass, CG_FORWARD);
     }
 }

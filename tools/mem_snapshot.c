@@ -148,9 +148,9 @@ static void frame_of_death(snapshot *s, int index) {
 static void frame_of_cause(snapshot *s, const cg_node *node) {
     if (!node->cause) return;
     char text[128];
-    snprintf(text, sizeof text, "%s %s", node->pass == CG_RECOMPUTE ? "runs again:" : "gradient of",
-             node->cause->op->name);
     int step = s->schedule.step_of[node->cause->id];
+    snprintf(text, sizeof text, "%s %s%s", node->pass == CG_RECOMPUTE ? "runs again:" : "gradient of",
+             node->cause->op->name, step < 0 ? ", which does not run itself" : "");
     frame(s->out, scope_or_top(node->cause->scope), step < 0 ? 0 : step, text);
 }
 
