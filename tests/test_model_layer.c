@@ -4,6 +4,7 @@
 
 #include "core/rng.h"
 #include "models/layer_check.h"
+#include "models/step.h"
 
 /* ---- packed documents, and a run over them ---- */
 
@@ -356,6 +357,123 @@ START_TEST(policies_agree) {
 }
 END_TEST
 
+/* ---- every recompute policy, on one selection ---- */
+
+/* A step without optimizer; every clone is compared with its original while it runs. */
+typedef struct given_run {
+    cg_step step;
+    run run; /* looks at the step as at a probe */
+} given_run;
+
+/* With a selection (the one CSA layer's, [T, K]) that one is given, else the step chooses. */
+static given_run given_new(const cg_config *config, const packed *p, const int32_t *topk) {
+    given_run g = {.run.config = *config};
+    cg_error error = {0};
+    const cg_step_options options = {.max_segments = SEGMENTS,
+                                     .given_topk = topk != NULL,
+                                     .keep_topk = true,
+                                     .keep_gradients = true,
+                                     .no_optimizer = true,
+                                     .plan.keep_cloned_originals = true};
+    g.run.config.batch_size = 1;
+    g.run.config.seq_len = p->n_rows;
+    if (!cg_step_build(&g.step, &g.run.config, &options, &error))
+        ck_abort_msg("%s: %s", config->policy, error.text);
+    const cg_exec_options how = {.poison = true, .verify_recompute = true};
+    cg_probe *probe = &g.run.probe;
+    *probe =
+        (cg_probe){.graph = g.step.graph, .model = g.step.model, .lm_seed = g.step.seed, .grads = g.step.grads};
+    if (!(probe->exec = cg_exec_new(g.step.plan, &how, &error))) ck_abort_msg("%s", error.text);
+    cg_probe_scatter(probe, 5);
+    const cg_value *chosen = probe->model->layers[1].topk;
+    if (topk) {
+        ck_assert(chosen->leaf == CG_LEAF_INPUT);
+        memcpy(cg_exec_data(probe->exec, chosen), topk, (size_t)cg_tensor_bytes(CG_I32, &chosen->shape));
+    }
+    go(&g.run, p);
+    ck_assert_int_eq(cg_exec_measured_bytes(probe->exec), g.step.plan->peak_bytes);
+    return g;
+}
+
+static void given_free(given_run *g) {
+    cg_exec_free(g->run.probe.exec);
+    cg_step_free(&g->step);
+}
+
+static int32_t *selection_of(const given_run *g) {
+    const cg_value *topk = g->run.probe.model->layers[1].topk;
+    size_t bytes = (size_t)cg_tensor_bytes(CG_I32, &topk->shape);
+    return memcpy(malloc(bytes), cg_exec_data(g->run.probe.exec, topk), bytes);
+}
+
+/* Losses and gradients have the bits of `want`; returns the number of clones. */
+static int expect_same_bits(const given_run *want, const char *policy, const packed *p, const int32_t *topk) {
+    cg_config config = want->run.config;
+    snprintf(config.policy, sizeof config.policy, "%s", policy);
+    given_run got = given_new(&config, p, topk);
+    ck_assert_msg(lm_loss(&got.run) == lm_loss(&want->run) &&
+                      indexer_loss(&got.run) == indexer_loss(&want->run),
+                  "policy %s changes a loss", policy);
+    expect_equal_gradients(&want->run, &got.run, false, policy);
+    int n_clones = got.step.n_clones;
+    given_free(&got);
+    return n_clones;
+}
+
+/* The policies that name one op, for each op of a step that may run again. */
+static int every_op_alone(const given_run *want, const char *form, const packed *p, const int32_t *topk) {
+    const cg_graph *graph = want->step.graph;
+    int n_that_clone = 0;
+    for (int n = 0; n < graph->n_nodes; n++) {
+        const cg_op *op = graph->nodes[n]->op;
+        bool seen = graph->nodes[n]->pass != CG_FORWARD || op->replay == CG_REPLAY_CHOICE || op->mutates;
+        for (int k = 0; k < n && !seen; k++) seen = graph->nodes[k]->op == op;
+        if (seen) continue;
+        char policy[CG_POLICY_BYTES];
+        snprintf(policy, sizeof policy, "%s%s", form, op->name);
+        n_that_clone += expect_same_bits(want, policy, p, topk) > 0;
+    }
+    return n_that_clone;
+}
+
+START_TEST(every_recompute_policy_gives_the_same_bits) {
+    static const char *const mixed[] = {"*",
+                                        "*norm*",
+                                        "*@layer0",
+                                        "*@layer1",
+                                        "*@layer2",
+                                        "*@layer1/attn",
+                                        "*@layer1/attn/indexer",
+                                        "*@layer*/ffn;rope@layer2",
+                                        "swiglu@layer0;*norm@layer1;*@layer2/attn",
+                                        "csa_*,rope,matmul@layer?",
+                                        "reshape,detach,scale",
+                                        "segment_rows,visible_indices;csa_attention"};
+    packed p = PACK(170, {1, 133, 3}, {2, 21, 2}, {3, 0, 0}, {4, 3, 1});
+    for (int d = 0; d < 2; d++)
+        for (int stream = 0; stream < 2; stream++) {
+            const char *form = stream ? "stream+" : "recompute=";
+            cg_config config = config_of(dtypes[d], stream ? "stream" : "save");
+            given_run chosen = given_new(&config, &p, NULL);
+            int32_t *topk = selection_of(&chosen);
+            expect_same_bits(&chosen, config.policy, &p, topk); /* given or chosen: one result */
+            ck_assert_int_gt(every_op_alone(&chosen, form, &p, topk), 12);
+            int most = 0;
+            for (size_t i = 0; i < sizeof mixed / sizeof *mixed; i++) {
+                char policy[CG_POLICY_BYTES];
+                snprintf(policy, sizeof policy, "%s%s", form, mixed[i]);
+                int n_clones = expect_same_bits(&chosen, policy, &p, topk);
+                ck_assert_int_gt(n_clones, 0);
+                if (n_clones > most) most = n_clones;
+            }
+            ck_assert_int_gt(most, 60);
+            if (!stream) ck_assert_int_gt(expect_same_bits(&chosen, "recompute", &p, topk), 0);
+            free(topk);
+            given_free(&chosen);
+        }
+}
+END_TEST
+
 START_TEST(coefficient_zero_gives_exact_zeros) {
     FOR_EACH_CONFIG(config) {
         packed p = PACK(160, {1, 9, 0}, {2, 7, 0}, {3, 133, 1});
@@ -450,5 +568,6 @@ END_TEST
 SUITE("model_layer", layer_gradients_match_differences, exchanged_gradients_are_noticed,
       no_row_sees_a_later_token, compressed_rows_carry_what_is_far, a_packed_document_is_as_if_alone,
       documents_may_change_places, empty_documents_change_nothing, padding_reaches_nothing_real, policies_agree,
-      coefficient_zero_gives_exact_zeros, supports_coincide_when_all_is_selected,
-      documents_shorter_than_the_ratio, any_number_of_threads_gives_the_same_bits)
+      every_recompute_policy_gives_the_same_bits, coefficient_zero_gives_exact_zeros,
+      supports_coincide_when_all_is_selected, documents_shorter_than_the_ratio,
+      any_number_of_threads_gives_the_same_bits)
