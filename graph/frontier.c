@@ -748,7 +748,6 @@ static bool close_gaps(search *s, hunt *h, const state *root) {
         in_vain = closed ? 0 : in_vain + 1;
         double least = least_us(s, root, s->n, h->below - 1);
         if (least < bound) least = bound; /* less peak never takes less time */
-        bound = least;
         if (behind == s->frontier->n_points) { /* nothing lies below the last point */
             bool none = closed || least >= 1e300;
             s->frontier->least_bytes = none ? h->below : root->forced[fullest(s, root->forced)];
@@ -757,6 +756,7 @@ static bool close_gaps(search *s, hunt *h, const state *root) {
         }
         cg_frontier_point *point = &s->frontier->points[behind];
         point->least_us = closed || least > point->trial.extra_us ? point->trial.extra_us : least;
+        bound = point->least_us;
         s->frontier->exact &= closed;
     }
     return true;
