@@ -1,5 +1,6 @@
 #include "graph/exec.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,6 +15,8 @@ typedef struct step_args {
     size_t workspace_bytes; /* asked of the op once more: what is measured must not come from the plan */
 } step_args;
 
+enum { CG_PASS_SETS = 1 << (CG_PASSES + 1) }; /* passes, and CG_HOLD_CHOICES */
+
 struct cg_exec {
     const cg_plan *plan;
     cg_exec_options options;
@@ -26,6 +29,13 @@ struct cg_exec {
     bool forward_ran;    /* since the last backward */
     cg_exec_watcher watcher;
     void *watcher_context;
+    /* on a device */
+    cg_device *device;       /* NULL: the CPU */
+    cg_error failure;        /* of a copy in or out; reported by the next run */
+    cg_event *begin, *end;   /* around a watched node */
+    cg_device_fault *faults; /* as read at the end of a run */
+    bool ran[CG_PASS_SETS];  /* by passes: a run launched all nodes */
+    cg_recording *recordings[CG_PASS_SETS];
 };
 
 static int64_t machine_bytes(void) {
@@ -36,24 +46,54 @@ static bool is_pinned(const cg_storage *storage) {
     return storage->kept || (storage->value && storage->value->leaf);
 }
 
+/* ---- memory of the CPU or the device ---- */
+
+static bool fill(const cg_exec *exec, void *to, unsigned char byte, size_t bytes, cg_error *error) {
+    if (exec->device) return cg_device_fill(exec->device, to, byte, (int64_t)bytes, error);
+    memset(to, byte, bytes);
+    return true;
+}
+
+static bool copy_in(const cg_exec *exec, void *to, const void *from, size_t bytes, cg_error *error) {
+    if (exec->device) return cg_device_write(exec->device, to, from, (int64_t)bytes, error);
+    memcpy(to, from, bytes);
+    return true;
+}
+
+static bool copy_out(const cg_exec *exec, void *to, const void *from, size_t bytes, cg_error *error) {
+    if (exec->device) return cg_device_read(exec->device, to, from, (int64_t)bytes, error);
+    memcpy(to, from, bytes);
+    return true;
+}
+
 /* ---- separate blocks, for debugging ---- */
+
+/* Exact size: the byte behind it belongs to nobody. */
+static void *allocate(const cg_exec *exec, size_t bytes, cg_error *error) {
+    void *block = NULL;
+    if (exec->device) return cg_device_alloc(exec->device, (int64_t)bytes, error);
+    if (!posix_memalign(&block, CG_ALIGN, bytes ? bytes : 1)) return block;
+    cg_fail(error, CG_FAILED, "out of memory for a block of %zu bytes", bytes);
+    return NULL;
+}
 
 static bool block_new(cg_exec *exec, int s, cg_error *error) {
     const cg_storage *storage = &exec->plan->storages[s];
     size_t bytes = (size_t)storage->bytes;
-    void *block = NULL; /* exact size: the byte behind it belongs to nobody */
-    if (posix_memalign(&block, CG_ALIGN, bytes ? bytes : 1))
-        return cg_fail(error, CG_FAILED, "out of memory for a block of %zu bytes", bytes);
-    memset(block, storage->value && storage->value->leaf ? 0 : 0xff, bytes);
+    void *block = allocate(exec, bytes, error);
+    if (!block) return false;
     exec->data[s] = block;
     exec->block_bytes += storage->reserved;
     if (exec->block_bytes > exec->high_water) exec->high_water = exec->block_bytes;
-    return true;
+    return fill(exec, block, storage->value && storage->value->leaf ? 0 : 0xff, bytes, error);
 }
 
 static void block_free(cg_exec *exec, int s) {
     if (!exec->data[s]) return;
-    free(exec->data[s]);
+    if (exec->device)
+        cg_device_free(exec->device, exec->data[s]);
+    else
+        free(exec->data[s]);
     exec->data[s] = NULL;
     exec->block_bytes -= exec->plan->storages[s].reserved;
 }
@@ -63,7 +103,7 @@ static bool blocks_born(cg_exec *exec, int t, cg_error *error) {
     const cg_storage *storages = exec->plan->storages;
     for (int s = 0; s < exec->plan->n_storages; s++) {
         if (storages[s].first != t || exec->data[s] || storages[s].taken_over >= 0) continue;
-        if (storages[s].value && storages[s].value->leaf) continue;
+        if ((storages[s].value && storages[s].value->leaf) || s == exec->plan->faults) continue;
         if (!block_new(exec, s, error)) return false;
     }
     for (int s = 0; s < exec->plan->n_storages;
@@ -80,7 +120,7 @@ static void blocks_dead(cg_exec *exec, int t) {
         if (storages[s].first == t && from >= 0 && exec->data[from] == exec->data[s]) exec->data[from] = NULL;
     }
     for (int s = 0; s < exec->plan->n_storages; s++)
-        if (storages[s].last == t && !is_pinned(&storages[s])) block_free(exec, s);
+        if (storages[s].last == t && !is_pinned(&storages[s]) && s != exec->plan->faults) block_free(exec, s);
 }
 
 /* ---- arguments ---- */
@@ -105,12 +145,24 @@ static void point_outputs(cg_exec *exec, int t) {
     step_args *step = &exec->steps[t];
     for (int s = 0; s < node->n_out; s++) step->tensors[node->n_in + s].data = storage_data(exec, node->out[s]);
     int workspace = exec->plan->workspace_of[t];
-    step->args.workspace = workspace < 0 ? no_workspace + sizeof no_workspace : exec->data[workspace];
+    step->args.workspace = workspace >= 0 ? exec->data[workspace]
+                           : exec->device ? NULL
+                                          : no_workspace + sizeof no_workspace;
+    if (exec->plan->fault_of[t] >= 0)
+        step->args.fault = (cg_device_fault *)exec->data[exec->plan->faults] + exec->plan->fault_of[t];
 }
 
 static void point(cg_exec *exec, int t) {
     point_inputs(exec, t);
     point_outputs(exec, t);
+}
+
+static bool workspace_of(const cg_plan *plan, const cg_node *node, size_t *bytes, cg_error *error) {
+    cg_device_kernel kernel = {0};
+    if (plan->backend && !node->op->alias && !plan->backend->kernel_of(plan->backend, node, &kernel, error))
+        return false;
+    *bytes = plan->backend ? kernel.workspace : node->op->workspace ? node->op->workspace(node) : 0;
+    return true;
 }
 
 static bool make_steps(cg_exec *exec, cg_error *error) {
@@ -130,29 +182,37 @@ static bool make_steps(cg_exec *exec, cg_error *error) {
                                    .in = step->tensors,
                                    .out = step->tensors + node->n_in,
                                    .attr = node->attr};
-        step->workspace_bytes = node->op->workspace ? node->op->workspace(node) : 0;
+        if (!workspace_of(plan, node, &step->workspace_bytes, error)) return false;
         int planned = plan->workspace_of[t];
         if (step->workspace_bytes > (planned < 0 ? 0 : (size_t)plan->storages[planned].bytes))
             return cg_fail(error, CG_FAILED, "%s%s%s needs %zu bytes of workspace, the plan has fewer",
                            node->scope, node->scope[0] ? ": " : "", node->op->name, step->workspace_bytes);
-        if (!node->op->alias && !node->op->run[cg_node_dtype(node)])
+        if (!plan->backend && !node->op->alias && !node->op->run[cg_node_dtype(node)])
             return cg_fail(error, CG_BAD_INPUT, "%s%s%s has no kernel for %s", node->scope,
                            node->scope[0] ? ": " : "", node->op->name, cg_dtype_name(cg_node_dtype(node)));
     }
     return exec->steps || cg_fail(error, CG_FAILED, "out of memory while an executor is made");
 }
 
+static bool map_arena(cg_exec *exec, cg_error *error) {
+    if (exec->plan->peak_bytes > machine_bytes())
+        return cg_fail(error, CG_FAILED, "the step needs %lld bytes, this machine has %lld",
+                       (long long)exec->plan->peak_bytes, (long long)machine_bytes());
+    exec->arena = mmap(NULL, exec->arena_bytes + 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (exec->arena != MAP_FAILED) return true;
+    exec->arena = NULL;
+    return cg_fail(error, CG_FAILED, "the machine refuses %lld bytes for the step",
+                   (long long)exec->plan->peak_bytes);
+}
+
 static bool make_arena(cg_exec *exec, cg_error *error) {
     const cg_plan *plan = exec->plan;
-    if (plan->peak_bytes > machine_bytes())
-        return cg_fail(error, CG_FAILED, "the step needs %lld bytes, this machine has %lld",
-                       (long long)plan->peak_bytes, (long long)machine_bytes());
     exec->arena_bytes = (size_t)plan->peak_bytes;
-    exec->arena = mmap(NULL, exec->arena_bytes + 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (exec->arena == MAP_FAILED) {
-        exec->arena = NULL;
-        return cg_fail(error, CG_FAILED, "the machine refuses %lld bytes for the step",
-                       (long long)plan->peak_bytes);
+    if (exec->device) {
+        exec->arena = cg_device_alloc(exec->device, plan->peak_bytes, error);
+        if (!exec->arena || !fill(exec, exec->arena, 0, exec->arena_bytes, error)) return false;
+    } else if (!map_arena(exec, error)) {
+        return false;
     }
     for (int s = 0; s < plan->n_storages; s++)
         if (plan->storages[s].offset >= 0) exec->data[s] = exec->arena + plan->storages[s].offset;
@@ -181,15 +241,22 @@ cg_exec *cg_exec_new(const cg_plan *plan, const cg_exec_options *options, cg_err
         return NULL;
     }
     exec->plan = plan;
+    exec->device = plan->backend ? plan->backend->device : NULL;
     if (options) exec->options = *options;
     exec->data = calloc((size_t)plan->n_storages + 1, sizeof *exec->data);
     bool ok = exec->data || cg_fail(error, CG_FAILED, "out of memory while an executor is made");
     ok = ok && make_steps(exec, error);
+    if (ok && exec->device) {
+        exec->faults = calloc((size_t)plan->n_faults + 1, sizeof *exec->faults);
+        ok = (exec->faults || cg_fail(error, CG_FAILED, "out of memory while an executor is made")) &&
+             (exec->begin = cg_event_new(exec->device, error)) &&
+             (exec->end = cg_event_new(exec->device, error));
+    }
     if (ok && exec->options.verify_recompute) ok = originals_are_kept(plan, error);
     if (ok && exec->options.separate) {
         for (int s = 0; ok && s < plan->n_storages; s++) {
             const cg_value *value = plan->storages[s].value;
-            if (value && value->leaf && !value->external) ok = block_new(exec, s, error);
+            if ((value && value->leaf && !value->external) || s == plan->faults) ok = block_new(exec, s, error);
         }
     } else if (ok) {
         ok = make_arena(exec, error);
@@ -200,25 +267,49 @@ cg_exec *cg_exec_new(const cg_plan *plan, const cg_exec_options *options, cg_err
     return NULL;
 }
 
+static void forget_recordings(cg_exec *exec) {
+    for (int p = 0; p < CG_PASS_SETS; p++) {
+        cg_recording_free(exec->recordings[p]);
+        exec->recordings[p] = NULL;
+        exec->ran[p] = false;
+    }
+}
+
 void cg_exec_free(cg_exec *exec) {
     if (!exec) return;
     if (exec->options.separate && exec->data)
         for (int s = 0; s < exec->plan->n_storages; s++)
             if (!(exec->plan->storages[s].value && exec->plan->storages[s].value->external))
                 block_free(exec, s);
-    if (exec->arena) munmap(exec->arena, exec->arena_bytes + 1);
+    if (exec->arena && exec->device)
+        cg_device_free(exec->device, exec->arena);
+    else if (exec->arena)
+        munmap(exec->arena, exec->arena_bytes + 1);
+    forget_recordings(exec);
+    cg_event_free(exec->begin);
+    cg_event_free(exec->end);
+    free(exec->faults);
     for (int t = 0; exec->steps && t < exec->plan->n_steps; t++) free(exec->steps[t].tensors);
     free(exec->steps);
     free(exec->data);
     free(exec);
 }
 
-void cg_exec_bind(cg_exec *exec, const cg_value *leaf, void *data) {
+static void lend(cg_exec *exec, const cg_value *leaf, void *data) {
     int s = exec->plan->storage_of[leaf->id];
     if (s < 0 || !leaf->external) return;
     exec->data[s] = data;
+    forget_recordings(exec);
     if (!exec->options.separate)
         for (int t = 0; t < exec->plan->n_steps; t++) point(exec, t);
+}
+
+void cg_exec_bind(cg_exec *exec, const cg_value *leaf, void *data) {
+    if (!exec->device) lend(exec, leaf, data);
+}
+
+void cg_exec_bind_value(cg_exec *exec, const cg_value *leaf, const cg_exec *lender, const cg_value *value) {
+    if (exec->device == lender->device) lend(exec, leaf, storage_data(lender, value));
 }
 
 void cg_exec_watch(cg_exec *exec, cg_exec_watcher watcher, void *context) {
@@ -238,10 +329,42 @@ static void measure(cg_exec *exec, const void *data, int64_t bytes) {
 }
 
 /* What the caller is handed counts too: a leaf that no node reads is memory all the same. */
-void *cg_exec_data(const cg_exec *exec, const cg_value *value) {
+static char *callers_data(const cg_exec *exec, const cg_value *value) {
     void *data = storage_data(exec, value);
     if (exec->arena) measure((cg_exec *)exec, data, cg_tensor_bytes(value->dtype, &value->shape));
     return data;
+}
+
+void *cg_exec_data(const cg_exec *exec, const cg_value *value) {
+    void *data = callers_data(exec, value);
+    return exec->device ? NULL : data;
+}
+
+void cg_exec_write(cg_exec *exec, const cg_value *value, const void *data) {
+    char *to = callers_data(exec, value);
+    if (to) copy_in(exec, to, data, (size_t)cg_tensor_bytes(value->dtype, &value->shape), &exec->failure);
+}
+
+void cg_exec_read(cg_exec *exec, const cg_value *value, void *data) {
+    const char *from = callers_data(exec, value);
+    size_t bytes = (size_t)cg_tensor_bytes(value->dtype, &value->shape);
+    if (from && !copy_out(exec, data, from, bytes, &exec->failure)) memset(data, 0xff, bytes);
+}
+
+void cg_exec_set(cg_exec *exec, const cg_value *value, int64_t i, double x) {
+    char *to = callers_data(exec, value);
+    size_t element = cg_dtype_bytes(value->dtype);
+    const float x_f32 = (float)x;
+    const void *from = value->dtype == CG_F64 ? (const void *)&x : &x_f32;
+    if (to) copy_in(exec, to + (size_t)i * element, from, element, &exec->failure);
+}
+
+double cg_exec_get(cg_exec *exec, const cg_value *value, int64_t i) {
+    const char *from = callers_data(exec, value);
+    size_t element = cg_dtype_bytes(value->dtype);
+    double x = 0;
+    if (!from || !copy_out(exec, &x, from + (size_t)i * element, element, &exec->failure)) return NAN;
+    return cg_dtype_get(value->dtype, &x, 0);
 }
 
 /* ---- running ---- */
@@ -255,31 +378,46 @@ static void measure_step(cg_exec *exec, int t) {
     if (step->workspace_bytes) measure(exec, step->args.workspace, (int64_t)step->workspace_bytes);
 }
 
-static void poison(cg_exec *exec, int t) {
+static bool poison(cg_exec *exec, int t, cg_error *error) {
     const cg_node *node = exec->plan->steps[t];
     const step_args *step = &exec->steps[t];
     for (int s = 0; s < node->n_out; s++) {
         const cg_storage *storage = &exec->plan->storages[exec->plan->storage_of[node->out[s]->id]];
         if (storage->taken_over >= 0) continue; /* its bytes are the input */
-        memset(step->args.out[s].data, 0xff, (size_t)storage->bytes);
+        if (!fill(exec, step->args.out[s].data, 0xff, (size_t)storage->bytes, error)) return false;
     }
-    if (step->workspace_bytes) memset(step->args.workspace, 0xff, step->workspace_bytes);
+    return !step->workspace_bytes || fill(exec, step->args.workspace, 0xff, step->workspace_bytes, error);
+}
+
+static bool same_bits(const cg_node *clone, int slot, const char *a, const char *b, cg_error *error) {
+    size_t element = cg_dtype_bytes(clone->out[slot]->dtype);
+    int64_t n = cg_shape_count(&clone->out[slot]->shape);
+    for (int64_t i = 0; i < n; i++)
+        if (memcmp(a + (size_t)i * element, b + (size_t)i * element, element))
+            return cg_fail(error, CG_FAILED,
+                           "the recomputed output %s differs from the original at element %lld",
+                           clone->op->out[slot], (long long)i);
+    return true;
 }
 
 static bool verify_clone(cg_exec *exec, int t, cg_error *error) {
     const cg_node *clone = exec->plan->steps[t], *original = clone->cause;
-    for (int s = 0; s < clone->n_out; s++) {
+    bool ok = true;
+    for (int s = 0; ok && s < clone->n_out; s++) {
         const char *a = storage_data(exec, original->out[s]), *b = storage_data(exec, clone->out[s]);
         if (!a) continue; /* nothing of the plan needed the original itself */
-        size_t element = cg_dtype_bytes(clone->out[s]->dtype);
-        int64_t n = cg_shape_count(&clone->out[s]->shape);
-        for (int64_t i = 0; i < n; i++)
-            if (memcmp(a + (size_t)i * element, b + (size_t)i * element, element))
-                return cg_fail(error, CG_FAILED,
-                               "the recomputed output %s differs from the original at element %lld",
-                               clone->op->out[s], (long long)i);
+        size_t bytes = (size_t)cg_tensor_bytes(clone->out[s]->dtype, &clone->out[s]->shape);
+        char *copies = exec->device ? malloc(2 * bytes + 1) : NULL;
+        if (exec->device) {
+            ok = (copies || cg_fail(error, CG_FAILED, "out of memory for the outputs of a clone")) &&
+                 copy_out(exec, copies, a, bytes, error) && copy_out(exec, copies + bytes, b, bytes, error);
+            a = copies;
+            b = copies + bytes;
+        }
+        ok = ok && same_bits(clone, s, a, b, error);
+        free(copies);
     }
-    return true;
+    return ok;
 }
 
 /* Without memory a kernel would crash: a leaf that was not lent, or, in separate blocks, a value of a pass that
@@ -303,9 +441,32 @@ static double now_us(void) {
     return (double)t.tv_sec * 1e6 + (double)t.tv_nsec * 1e-3;
 }
 
+/* The node's work, done or queued. */
+static bool run_kernel(cg_exec *exec, int t, cg_error *error) {
+    cg_run_args *args = &exec->steps[t].args;
+    args->error = error;
+    if (exec->device) return exec->plan->kernels[t].launch(args, cg_device_stream(exec->device));
+    const cg_node *node = exec->plan->steps[t];
+    return node->op->run[cg_node_dtype(node)](args);
+}
+
+static bool run_watched(cg_exec *exec, int t, cg_error *error) {
+    double us, start = now_us();
+    bool ok = (!exec->device || cg_event_mark(exec->begin, error)) && run_kernel(exec, t, error);
+    us = now_us() - start;
+    if (ok && exec->device)
+        ok = cg_event_mark(exec->end, error) && cg_event_elapsed(exec->begin, exec->end, &us, error);
+    exec->watcher(exec->watcher_context, t, exec->plan->steps[t], us);
+    return ok;
+}
+
+static void at_node(cg_error *error, const cg_node *node) {
+    cg_error_at(error, "%s", node->op->name);
+    if (node->scope[0]) cg_error_at(error, "%s", node->scope);
+}
+
 static bool run_step(cg_exec *exec, int t, cg_error *error) {
     const cg_node *node = exec->plan->steps[t];
-    step_args *step = &exec->steps[t];
     if (exec->options.separate) {
         point_inputs(exec, t); /* before an output takes over the block of one */
         if (!blocks_born(exec, t, error)) return false;
@@ -316,18 +477,12 @@ static bool run_step(cg_exec *exec, int t, cg_error *error) {
     bool ok = true;
     if (!node->op->alias) {
         ok = has_inputs(exec, t, error);
-        if (ok && exec->options.poison) poison(exec, t);
-        double start = exec->watcher ? now_us() : 0;
-        step->args.error = error;
-        ok = ok && node->op->run[cg_node_dtype(node)](&step->args);
-        if (exec->watcher) exec->watcher(exec->watcher_context, t, node, now_us() - start);
+        if (ok && exec->options.poison) ok = poison(exec, t, error);
+        ok = ok && (exec->watcher ? run_watched(exec, t, error) : run_kernel(exec, t, error));
         if (!ok) cg_fail(error, CG_FAILED, "failed");
         if (ok && exec->options.verify_recompute && node->pass == CG_RECOMPUTE)
             ok = verify_clone(exec, t, error);
-        if (!ok) {
-            cg_error_at(error, "%s", node->op->name);
-            if (node->scope[0]) cg_error_at(error, "%s", node->scope);
-        }
+        if (!ok) at_node(error, node);
     }
     if (exec->options.separate) blocks_dead(exec, t);
     return ok;
@@ -348,6 +503,71 @@ static bool has_forward(const cg_exec *exec, unsigned passes, cg_error *error) {
     return true;
 }
 
+static bool run_steps(cg_exec *exec, unsigned passes, cg_error *error) {
+    for (int t = 0; t < exec->plan->n_steps; t++)
+        if (runs_now(exec->plan->steps[t], passes) && !run_step(exec, t, error)) return false;
+    return true;
+}
+
+/* ---- on a device ---- */
+
+/* Wait, and turn what the first kernel found wrong with its data into a sentence. */
+static bool check_faults(cg_exec *exec, cg_error *error) {
+    const cg_plan *plan = exec->plan;
+    if (plan->faults < 0) return cg_device_wait(exec->device, error);
+    if (!copy_out(exec, exec->faults, exec->data[plan->faults], (size_t)plan->storages[plan->faults].bytes,
+                  error))
+        return false;
+    for (int t = 0; t < plan->n_steps; t++) {
+        if (plan->fault_of[t] < 0 || !exec->faults[plan->fault_of[t]].what) continue;
+        plan->kernels[t].describe(&exec->steps[t].args, &exec->faults[plan->fault_of[t]], error);
+        cg_fail(error, CG_FAILED, "failed");
+        at_node(error, plan->steps[t]);
+        return false;
+    }
+    return true;
+}
+
+static bool record(cg_exec *exec, unsigned passes, cg_error *error) {
+    if (!cg_device_record_begin(exec->device, error)) return false;
+    bool ok = run_steps(exec, passes, error);
+    cg_recording *recording = cg_device_record_end(exec->device, error);
+    if (ok && recording) {
+        exec->recordings[passes] = recording;
+        return true;
+    }
+    cg_recording_free(recording);
+    return false;
+}
+
+static bool run_queued(cg_exec *exec, unsigned passes, cg_error *error) {
+    const cg_exec_options *options = &exec->options;
+    const int faults = exec->plan->faults;
+    if (faults >= 0) {
+        size_t bytes = (size_t)exec->plan->storages[faults].bytes;
+        if (!options->separate) measure(exec, exec->data[faults], (int64_t)bytes);
+        if (!fill(exec, exec->data[faults], 0, bytes, error)) return false;
+    }
+    bool plays = exec->ran[passes] && !options->separate && !options->poison && !options->verify_recompute &&
+                 !options->no_recording && !exec->watcher;
+    bool ok;
+    if (plays)
+        ok = (exec->recordings[passes] || record(exec, passes, error)) &&
+             cg_device_play(exec->device, exec->recordings[passes], error);
+    else
+        ok = run_steps(exec, passes, error);
+    exec->ran[passes] |= ok; /* libraries have loaded by now what cannot be recorded */
+    return ok && check_faults(exec, error);
+}
+
+/* The optimizer starts when everything before it is known to be fine. */
+static bool run_on_device(cg_exec *exec, unsigned passes, cg_error *error) {
+    const unsigned optimize = CG_PASS_BIT(CG_OPTIMIZE);
+    if (exec->failure.code) return cg_fail(error, exec->failure.code, "%s", exec->failure.text);
+    return (!(passes & CG_ALL_PASSES & ~optimize) || run_queued(exec, passes & ~optimize, error)) &&
+           (!(passes & optimize) || run_queued(exec, passes & (optimize | CG_HOLD_CHOICES), error));
+}
+
 bool cg_exec_run(cg_exec *exec, unsigned passes, cg_error *error) {
     const cg_plan *plan = exec->plan;
     if (passes & CG_PASS_BIT(CG_BACKWARD)) passes |= CG_PASS_BIT(CG_RECOMPUTE); /* it reads the clones */
@@ -358,8 +578,7 @@ bool cg_exec_run(cg_exec *exec, unsigned passes, cg_error *error) {
             const cg_value *value = plan->storages[s].value;
             if (value && value->producer && runs_now(value->producer, passes)) block_free(exec, s);
         }
-    for (int t = 0; t < plan->n_steps; t++)
-        if (runs_now(plan->steps[t], passes) && !run_step(exec, t, error)) return false;
+    if (!(exec->device ? run_on_device(exec, passes, error) : run_steps(exec, passes, error))) return false;
     exec->forward_ran = (passes & CG_PASS_BIT(CG_FORWARD)) && !(passes & CG_PASS_BIT(CG_BACKWARD));
     return true;
 }

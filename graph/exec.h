@@ -1,4 +1,5 @@
-/* Running a plan on the CPU: one arena, no allocation per run. */
+/* Running a plan: one arena, no allocation per run. On the CPU, or on the device of the backend it was planned for;
+ * there a run is queued as a whole and waited for at its end. */
 #ifndef CG_GRAPH_EXEC_H
 #define CG_GRAPH_EXEC_H
 
@@ -12,6 +13,10 @@ typedef struct cg_exec_options {
     bool poison;   /* debugging: fill each output and workspace with NaN (all bits set) before its node runs */
     bool verify_recompute; /* compare every clone with its original, bit for bit (needs a plan made with
                               keep_cloned_originals); the first that differs is the error */
+    bool
+        no_recording; /* on a device: launch each node in every run. Without it the second run of some passes is
+                          recorded, and later ones play the recording; watched runs and those with the options above
+                          launch their nodes in any case */
 } cg_exec_options;
 
 /* Reserve the arena. Refused when it is larger than the machine's memory. The plan must outlive the executor.
@@ -20,10 +25,21 @@ cg_exec *cg_exec_new(const cg_plan *plan, const cg_exec_options *options, cg_err
 void cg_exec_free(cg_exec *exec);
 
 /* Lend the memory of an external leaf; other leaves have memory of their own and stay as they are. A run that
- * reads an external leaf without memory fails. */
+ * reads an external leaf without memory fails. On the CPU; anywhere: the memory of a value that another executor, on the
+ * same device, holds. */
 void cg_exec_bind(cg_exec *exec, const cg_value *leaf, void *data);
+void cg_exec_bind_value(cg_exec *exec, const cg_value *leaf, const cg_exec *lender, const cg_value *value);
 
-/* Memory of a leaf, or of a kept value after a run. NULL for what the plan does not hold. */
+/* Copy a whole leaf in, or a leaf or kept value out; nothing happens where the plan does not hold it. set and get: one
+ * element of a real one. On a device that fails, the first failure stays, get gives NaN, read all bits set, and the next
+ * run fails with the sentence. */
+void cg_exec_write(cg_exec *exec, const cg_value *value, const void *data);
+void cg_exec_read(cg_exec *exec, const cg_value *value, void *data);
+void cg_exec_set(cg_exec *exec, const cg_value *value, int64_t i, double x);
+double cg_exec_get(cg_exec *exec, const cg_value *value, int64_t i);
+
+/* On the CPU, the memory of a leaf, or of a kept value after a run. NULL for what the plan does not hold, and on a
+ * device. */
 void *cg_exec_data(const cg_exec *exec, const cg_value *value);
 
 #define CG_PASS_BIT(pass) (1u << (pass))
@@ -32,10 +48,11 @@ void *cg_exec_data(const cg_exec *exec, const cg_value *value);
 
 /* Run the nodes of the given passes in order; backward takes recompute along. Values share memory, so each
  * backward needs a forward run of its own before it or with it: without one it is refused. On failure the
- * sentence names scope and op. */
+ * sentence names scope and op. A device runs on behind a node whose data were wrong, up to the optimizer: leaves that
+ * it changes are as they were. */
 bool cg_exec_run(cg_exec *exec, unsigned passes, cg_error *error);
 
-/* Called after each node with its wall time; NULL switches it off. */
+/* Called after each node with its time, on a device by its own clock; NULL switches it off. */
 typedef void (*cg_exec_watcher)(void *context, int step, const cg_node *node, double us);
 void cg_exec_watch(cg_exec *exec, cg_exec_watcher watcher, void *context);
 

@@ -109,6 +109,35 @@ static cg_storage *storage_of(cg_plan *plan, const cg_value *value, int step, cg
     return &plan->storages[plan->storage_of[root->id]];
 }
 
+/* Scratch of a step; on a device it depends on the kernel, which is chosen here. */
+static bool find_workspace(cg_plan *plan, int t, size_t *bytes, cg_error *error) {
+    const cg_node *node = plan->steps[t];
+    *bytes = 0;
+    if (plan->backend && !node->op->alias) {
+        cg_device_kernel *kernel = &plan->kernels[t];
+        if (!plan->backend->kernel_of(plan->backend, node, kernel, error)) return false;
+        if (kernel->describe) plan->fault_of[t] = plan->n_faults++;
+        *bytes = kernel->workspace;
+    } else if (node->op->workspace) {
+        *bytes = node->op->workspace(node);
+    }
+    return *bytes <= INT64_MAX / 2 ||
+           cg_fail(error, CG_BAD_INPUT, "%s%s%s: its workspace of %zu bytes does not fit a plan", node->scope,
+                   node->scope[0] ? ": " : "", node->op->name, *bytes);
+}
+
+/* What kernels report stays until the end of a run, wherever it begins. */
+static bool add_faults(cg_plan *plan, cg_error *error) {
+    if (!plan->n_faults) return true;
+    int64_t bytes = plan->n_faults * (int64_t)sizeof(cg_device_fault);
+    cg_storage *storage = add_storage(plan, CG_WORKSPACE, bytes, 0, plan->n_steps - 1, error);
+    if (!storage) return false;
+    for (int t = plan->n_steps - 1; t >= 0; t--)
+        if (plan->fault_of[t] >= 0) storage->node = plan->steps[t];
+    plan->faults = plan->n_storages - 1;
+    return true;
+}
+
 static bool find_lifetimes(cg_plan *plan, const cg_plan_options *options, cg_error *error) {
     int last_step = plan->n_steps - 1;
     for (int t = 0; t < plan->n_steps; t++) {
@@ -131,10 +160,8 @@ static bool find_lifetimes(cg_plan *plan, const cg_plan_options *options, cg_err
             if (node->op->replay == CG_REPLAY_CHOICE) storage->first = 0;
         }
         plan->workspace_of[t] = -1;
-        size_t bytes = node->op->workspace ? node->op->workspace(node) : 0;
-        if (bytes > INT64_MAX / 2)
-            return cg_fail(error, CG_BAD_INPUT, "%s%s%s: its workspace of %zu bytes does not fit a plan",
-                           node->scope, node->scope[0] ? ": " : "", node->op->name, bytes);
+        size_t bytes;
+        if (!find_workspace(plan, t, &bytes, error)) return false;
         if (bytes) {
             cg_storage *storage = add_storage(plan, CG_WORKSPACE, (int64_t)bytes, t, t, error);
             if (!storage) return false;
@@ -142,6 +169,7 @@ static bool find_lifetimes(cg_plan *plan, const cg_plan_options *options, cg_err
             plan->workspace_of[t] = plan->n_storages - 1;
         }
     }
+    if (!add_faults(plan, error)) return false;
     /* a leaf that no node reads is still the caller's to write */
     for (int v = 0; v < plan->graph->n_values; v++)
         if (plan->graph->values[v]->leaf && !storage_of(plan, plan->graph->values[v], 0, error)) return false;
@@ -326,6 +354,8 @@ cg_plan *cg_plan_make(const cg_graph *graph, const cg_plan_options *options, cg_
     bool ok = plan != NULL;
     if (ok) {
         plan->graph = graph;
+        plan->backend = options ? options->backend : NULL;
+        plan->faults = -1;
         ok = choose_steps(plan);
     }
     if (ok && !plan->n_steps) {
@@ -335,10 +365,13 @@ cg_plan *cg_plan_make(const cg_graph *graph, const cg_plan_options *options, cg_
     }
     if (ok) {
         size_t n_values = (size_t)graph->n_values, n_steps = (size_t)plan->n_steps;
-        plan->storages = calloc(n_values + n_steps + 1, sizeof *plan->storages);
+        plan->storages = calloc(n_values + n_steps + 2, sizeof *plan->storages);
         plan->storage_of = malloc((n_values + 1) * sizeof *plan->storage_of);
         plan->workspace_of = malloc((n_steps + 1) * sizeof *plan->workspace_of);
-        ok = plan->storages && plan->storage_of && plan->workspace_of;
+        plan->kernels = calloc(n_steps + 1, sizeof *plan->kernels);
+        plan->fault_of = malloc((n_steps + 1) * sizeof *plan->fault_of);
+        ok = plan->storages && plan->storage_of && plan->workspace_of && plan->kernels && plan->fault_of;
+        for (size_t t = 0; ok && t < n_steps; t++) plan->fault_of[t] = -1;
         for (size_t v = 0; ok && v < n_values; v++) plan->storage_of[v] = -1;
     }
     ok = ok && find_lifetimes(plan, options, error);
@@ -360,6 +393,8 @@ void cg_plan_free(cg_plan *plan) {
     free(plan->storages);
     free(plan->storage_of);
     free(plan->workspace_of);
+    free(plan->kernels);
+    free(plan->fault_of);
     free(plan);
 }
 

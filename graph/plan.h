@@ -3,7 +3,7 @@
 #ifndef CG_GRAPH_PLAN_H
 #define CG_GRAPH_PLAN_H
 
-#include "graph/op.h"
+#include "graph/backend.h"
 
 typedef enum cg_category {
     CG_PARAMETER,  /* parameter leaves */
@@ -47,12 +47,21 @@ typedef struct cg_plan {
     int64_t peak_bytes;  /* size of the arena */
     int64_t floor_bytes; /* the most bytes alive at one step: no layout can be smaller */
     int peak_step;       /* the first step with floor_bytes alive */
+    /* on a device */
+    const cg_backend *backend; /* NULL: the CPU */
+    cg_device_kernel *kernels; /* by step; all zero for aliases */
+    int *fault_of;             /* by step: the number of its fault record; -1: none */
+    int n_faults;
+    int faults; /* index of the storage that holds the records, alive throughout; -1: none */
 } cg_plan;
 
 typedef struct cg_plan_options {
+    const cg_backend
+        *backend; /* where it will run, which decides about workspaces; it must outlive the plan. NULL:
+                                   the CPU */
     bool no_reuse_in_place;     /* never let an output take the place of a dying input */
     bool keep_cloned_originals; /* let originals live until their clones are compared with them */
-    int64_t floor_limit;        /* lay nothing out, and leave peak_bytes 0, when the floor is above this; 0: always */
+    int64_t floor_limit; /* lay nothing out, and leave peak_bytes 0, when the floor is above this; 0: always */
 } cg_plan_options;
 
 /* Plan a graph. Roots are the values marked by cg_keep and the nodes that change a leaf; what they do not need
