@@ -425,8 +425,8 @@ static bool KERNEL(indexer_dense_loss_grad)(const cg_run_args *args) {
                     if (KERNEL(log_softmax_parts)(scores, n, scores, e, &log_sum)) {
                         KERNEL(kl_dscores)(target + r * C, e, n, factor, scores);
                         KERNEL(key_grads)
-                        (lanes, q_index + t * Hi * Di, w + t * Hi, k_index + first * Di, Hi, Di, NULL, n,
-                         scores, dots, dlanes, dw_lanes, dk_part + first * Di);
+                        (lanes, q_index + t * Hi * Di, w + t * Hi, k_index + first * Di, Hi, Di, n, scores,
+                         dots, dlanes, dw_lanes, dk_part + first * Di);
                     }
                 }
                 KERNEL(query_unpack)(dlanes, Hi, Di, dq + t * Hi * Di);

@@ -188,38 +188,38 @@ static __attribute__((noinline)) void KERNEL(grad_queries)(const REAL *k, int64_
     }
 }
 
-static __attribute__((noinline)) void KERNEL(grad_keys)(const REAL *q, int64_t Hi, int64_t Di,
-                                                        const int32_t *index, int64_t m, const LANES *dots,
-                                                        REAL *dk) {
-    const int64_t groups = cg_ceil_div(Hi, CG_LANES);
-    for (int64_t j = 0; j < m; j++) {
-        const REAL *dot = (const REAL *)(dots + j * groups);
-        REAL *row = dk + (index ? (int64_t)index[j] : j) * Di;
-        int64_t d = 0;
-        for (; d + 4 * CG_LANES <= Di; d += 4 * CG_LANES) {
-            LANES *out = (LANES *)(row + d), sum[4] = {out[0], out[1], out[2], out[3]};
-            for (int64_t h = 0; h < Hi; h++) {
-                const LANES *head = (const LANES *)(q + h * Di + d);
-                _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) sum[i] += dot[h] * head[i];
-            }
-            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) out[i] = sum[i];
+/* One key: dk [Di] += sum_h dot[h] q[h]. */
+static inline __attribute__((always_inline)) void KERNEL(grad_key)(const REAL *q, int64_t Hi, int64_t Di,
+                                                                   const REAL *dot, REAL *dk) {
+    int64_t d = 0;
+    for (; d + 4 * CG_LANES <= Di; d += 4 * CG_LANES) {
+        LANES *out = (LANES *)(dk + d), sum[4] = {out[0], out[1], out[2], out[3]};
+        for (int64_t h = 0; h < Hi; h++) {
+            const LANES *head = (const LANES *)(q + h * Di + d);
+            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) sum[i] += dot[h] * head[i];
         }
-        for (int64_t h = 0; h < Hi && d < Di; h++)
-            for (int64_t i = d; i < Di; i++) row[i] += dot[h] * q[h * Di + i];
+        _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) out[i] = sum[i];
     }
+    for (int64_t h = 0; h < Hi && d < Di; h++)
+        for (int64_t i = d; i < Di; i++) dk[i] += dot[h] * q[h * Di + i];
 }
 
-/* All of it for n keys, from ds [n]; `index` as in keys_at. Adds to dlanes [groups, Di] (dq with heads in the
- * lanes), dw [groups] and dk, whose rows match those of k. `dots` is scratch of cg_key_dots_bytes. */
+static __attribute__((noinline)) void KERNEL(grad_keys)(const REAL *q, int64_t Hi, int64_t Di, int64_t m,
+                                                        const LANES *dots, REAL *dk) {
+    const int64_t groups = cg_ceil_div(Hi, CG_LANES);
+    for (int64_t j = 0; j < m; j++) KERNEL(grad_key)(q, Hi, Di, (const REAL *)(dots + j * groups), dk + j * Di);
+}
+
+/* All of it for rows 0..n-1 of k, from ds [n]. Adds to dlanes [groups, Di] (dq with heads in the lanes), dw [groups]
+ * and dk [n, Di]. `dots` is scratch of cg_key_dots_bytes. */
 static inline void KERNEL(key_grads)(const LANES *lanes, const REAL *q, const REAL *w, const REAL *k,
-                                     int64_t Hi, int64_t Di, const int32_t *index, int64_t n, const REAL *ds,
-                                     LANES *dots, LANES *dlanes, LANES *dw, REAL *dk) {
+                                     int64_t Hi, int64_t Di, int64_t n, const REAL *ds, LANES *dots,
+                                     LANES *dlanes, LANES *dw, REAL *dk) {
     for (int64_t j = 0; j < n; j += CG_KEY_TILE) {
-        const int64_t m = n - j < CG_KEY_TILE ? n - j : CG_KEY_TILE, skip = index ? 0 : j * Di;
-        const int32_t *list = index ? index + j : NULL;
-        KERNEL(grad_dots)(lanes, w, k + skip, Hi, Di, list, m, ds + j, dots, dw);
-        KERNEL(grad_queries)(k + skip, Hi, Di, list, m, dots, dlanes);
-        KERNEL(grad_keys)(q, Hi, Di, list, m, dots, dk + skip);
+        const int64_t m = n - j < CG_KEY_TILE ? n - j : CG_KEY_TILE;
+        KERNEL(grad_dots)(lanes, w, k + j * Di, Hi, Di, NULL, m, ds + j, dots, dw);
+        KERNEL(grad_queries)(k + j * Di, Hi, Di, NULL, m, dots, dlanes);
+        KERNEL(grad_keys)(q, Hi, Di, m, dots, dk + j * Di);
     }
 }
 

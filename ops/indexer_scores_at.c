@@ -11,8 +11,9 @@
  *   dk[c,:]   = sum over (t,j) with topk[t,j] = c of ds sum_h w[t,h] 1[q.k > 0] q[t,h,:]
  *
  * An index may stand in a list twice. Rows of k that no list names are not read, and their gradient is exactly
- * 0, as is that of a row whose list is empty; ds of a -1 slot is not read either. dk is summed over
- * CG_KEY_PARTS fixed shares of the rows, then over the shares in order: the same bits on any number of threads.
+ * 0, as is that of a row whose list is empty; ds of a -1 slot is not read either. The keys are dealt out to the
+ * threads, and a key's dk is summed over the rows in order: the same bits on any number of threads, without a copy of
+ * dk for each. What is known then, for some rows at a time, is a bit per slot and head, 1[q.k > 0].
  *
  * Saved:     q w k topk                     (4*(T*Hi*Di + T*Hi + C*Di + T*K) bytes in f32)
  * Recompute: same bits; topk is given, not chosen again
@@ -23,6 +24,8 @@
 #ifndef REAL
 
 #include "ops/indexer.h"
+
+#include <string.h>
 
 static bool scores_at_expect(cg_infer *infer, int i) {
     if (!cg_expect_index_inputs(infer, i) || !cg_expect_dtype(infer, i + 3, CG_I32) ||
@@ -64,19 +67,66 @@ static size_t indexer_scores_at_workspace(const cg_node *node) {
                                                        cg_dtype_bytes(node->in[0]->dtype));
 }
 
+/* What one thread needs for a row. */
 static size_t scores_at_grad_piece(int64_t Hi, int64_t Di, int64_t K, size_t real) {
-    return 2 * lanes_bytes(Hi, Di, real) + lanes_bytes(Hi, 1, real) +
-           cg_align_bytes(cg_key_dots_bytes(Hi, real)) + cg_align_bytes((size_t)K * sizeof(int32_t)) +
+    return 2 * lanes_bytes(Hi, Di, real) + 2 * lanes_bytes(Hi, 1, real) +
+           cg_align_bytes(cg_key_dots_bytes(Hi, real)) + 2 * cg_align_bytes((size_t)K * sizeof(int32_t)) +
            cg_align_bytes((size_t)K * real);
 }
 
-/* Shares of dk, then each thread's piece. */
+/* A row that waits for its keys: a bit per slot and head, the slots in order of the thread that has their key, and
+ * where each thread's begin. */
+static size_t scores_at_grad_row(int64_t Hi, int64_t K) {
+    return cg_align_bytes((size_t)(K * cg_ceil_div(Hi, CG_LANES))) +
+           cg_align_bytes((size_t)K * sizeof(int32_t)) +
+           cg_align_bytes((size_t)(cg_thread_slots() + 1) * sizeof(int32_t));
+}
+
+/* Rows that wait together: threads wait for each other once for all of them. */
+enum { GRAD_ROWS = 64, GRAD_BYTES = 1 << 18 };
+static int64_t scores_at_grad_rows(int64_t T, int64_t Hi, int64_t K) {
+    const int64_t fit = GRAD_BYTES / (int64_t)scores_at_grad_row(Hi, K),
+                  rows = fit < GRAD_ROWS ? GRAD_ROWS : fit;
+    return T < rows ? T : rows;
+}
+
 static size_t indexer_scores_at_grad_workspace(const cg_node *node) {
     const cg_shape *q = &node->in[1]->shape;
-    const size_t real = cg_dtype_bytes(node->in[1]->dtype);
-    return cg_align_bytes((size_t)(CG_KEY_PARTS * cg_shape_count(&node->in[3]->shape)) * real) +
-           (size_t)cg_thread_slots() *
-               scores_at_grad_piece(q->dims[1], q->dims[2], node->in[4]->shape.dims[1], real);
+    const int64_t T = q->dims[0], Hi = q->dims[1], Di = q->dims[2], K = node->in[4]->shape.dims[1];
+    return (size_t)scores_at_grad_rows(T, Hi, K) * scores_at_grad_row(Hi, K) +
+           (size_t)cg_thread_slots() * scores_at_grad_piece(Hi, Di, K, cg_dtype_bytes(node->in[1]->dtype));
+}
+
+typedef struct waiting_row {
+    uint8_t *active;         /* [K, groups of heads] */
+    int32_t *order, *starts; /* [K], [threads + 1] */
+} waiting_row;
+
+static waiting_row waiting_at(char *workspace, int64_t row, int64_t Hi, int64_t K) {
+    char *at = workspace + (size_t)row * scores_at_grad_row(Hi, K);
+    waiting_row waiting;
+    waiting.active = cg_take(&at, (size_t)(K * cg_ceil_div(Hi, CG_LANES)));
+    waiting.order = cg_take(&at, (size_t)K * sizeof(int32_t));
+    waiting.starts = (int32_t *)at;
+    return waiting;
+}
+
+/* The thread that has a key: neighbours go to different ones, since a list may lie at one end of all keys. The golden
+ * ratio's multiples spread evenly (Knuth, The Art of Computer Programming, section 6.4). */
+static inline int32_t owner_of(int32_t key, int32_t n_owners) {
+    return (int32_t)(((uint64_t)((uint32_t)key * 2654435769u) * (uint32_t)n_owners) >> 32);
+}
+
+/* Deal out the keys of a list [K]. A thread's slots keep their order. */
+static void deal_out(const int32_t *index, int64_t K, int32_t n_owners, int32_t *order, int32_t *starts) {
+    for (int32_t o = 0; o <= n_owners; o++) starts[o] = 0;
+    for (int64_t j = 0; j < K; j++)
+        if (index[j] >= 0) starts[owner_of(index[j], n_owners) + 1]++;
+    for (int32_t o = 0; o < n_owners; o++) starts[o + 1] += starts[o];
+    for (int64_t j = 0; j < K; j++)
+        if (index[j] >= 0) order[starts[owner_of(index[j], n_owners)]++] = (int32_t)j;
+    for (int32_t o = n_owners; o > 0; o--) starts[o] = starts[o - 1]; /* each has moved to its end */
+    starts[0] = 0;
 }
 
 #define CG_KERNEL_FILE "ops/indexer_scores_at.c"
@@ -288,6 +338,44 @@ static bool KERNEL(indexer_scores_at)(const cg_run_args *args) {
     return true;
 }
 
+typedef KERNEL(cg_order) KERNEL(bits) __attribute__((vector_size(CG_LANES * sizeof(REAL))));
+
+/* The heads of a key whose dots are not 0, a bit each. */
+static inline void KERNEL(note_active)(const LANES *dots, int64_t groups, uint8_t *active) {
+    for (int64_t g = 0; g < groups; g++) {
+        KERNEL(bits) bits = {1, 2, 4, 8, 16, 32, 64, 128};
+        bits &= (KERNEL(bits))(dots[g] != (LANES){0});
+        bits |= __builtin_shufflevector(bits, bits, 4, 5, 6, 7, 0, 1, 2, 3);
+        bits |= __builtin_shufflevector(bits, bits, 2, 3, 0, 1, 6, 7, 4, 5);
+        bits |= __builtin_shufflevector(bits, bits, 1, 0, 3, 2, 5, 4, 7, 6);
+        active[g] = (uint8_t)bits[0];
+    }
+}
+
+/* The dots of a key again, as grad_dots made them. */
+static inline void KERNEL(restore_dots)(const uint8_t *active, REAL ds, const LANES *weights, int64_t groups,
+                                        LANES *dots) {
+    for (int64_t g = 0; g < groups; g++) {
+        const KERNEL(bits) bit = {1, 2, 4, 8, 16, 32, 64, 128};
+        const KERNEL(bits) on = (KERNEL(bits))((bit & active[g]) != 0);
+        const LANES scaled = ds * weights[g];
+        dots[g] = (LANES)(on & (KERNEL(bits))scaled);
+    }
+}
+
+/* dk += from the n slots of a row that `order` names. */
+static __attribute__((noinline)) void KERNEL(grad_dealt)(const REAL *q, const LANES *weights, int64_t Hi,
+                                                         int64_t Di, const int32_t *index, const REAL *ds,
+                                                         const int32_t *order, int64_t n, const uint8_t *active,
+                                                         LANES *dots, REAL *dk) {
+    const int64_t groups = cg_ceil_div(Hi, CG_LANES);
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t j = order[i];
+        KERNEL(restore_dots)(active + j * groups, ds[j], weights, groups, dots);
+        KERNEL(grad_key)(q, Hi, Di, (const REAL *)dots, dk + (int64_t)index[j] * Di);
+    }
+}
+
 static bool KERNEL(indexer_scores_at_grad)(const cg_run_args *args) {
     const REAL *dscores = args->in[0].data, *q = args->in[1].data, *w = args->in[2].data, *k = args->in[3].data;
     const int32_t *topk = args->in[4].data;
@@ -295,38 +383,59 @@ static bool KERNEL(indexer_scores_at_grad)(const cg_run_args *args) {
     const int64_t T = args->in[1].shape.dims[0], Hi = args->in[1].shape.dims[1], Di = args->in[1].shape.dims[2];
     const int64_t C = args->in[3].shape.dims[0], K = args->in[4].shape.dims[1];
     if (!cg_index_fits(args, "topk", topk, T, K, C)) return false;
-    char *pieces = args->workspace;
-    REAL *parts = cg_take(&pieces, (size_t)(CG_KEY_PARTS * C * Di) * sizeof(REAL));
-    const int64_t share = cg_ceil_div(T, CG_KEY_PARTS);
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t part = 0; part < CG_KEY_PARTS; part++) {
+    const int64_t block = scores_at_grad_rows(T, Hi, K), groups = cg_ceil_div(Hi, CG_LANES);
+    char *pieces = (char *)args->workspace + (size_t)block * scores_at_grad_row(Hi, K);
+    const int n_owners = cg_threads();
+    memset(dk, 0, (size_t)(C * Di) * sizeof(REAL));
+#pragma omp parallel
+    {
         char *at = pieces + (size_t)cg_thread_slot() * scores_at_grad_piece(Hi, Di, K, sizeof(REAL));
         LANES *lanes = cg_take(&at, lanes_bytes(Hi, Di, sizeof(REAL)));
         LANES *dlanes = cg_take(&at, lanes_bytes(Hi, Di, sizeof(REAL)));
         LANES *dw_lanes = cg_take(&at, lanes_bytes(Hi, 1, sizeof(REAL)));
+        LANES *weights = cg_take(&at, lanes_bytes(Hi, 1, sizeof(REAL)));
         LANES *dots = cg_take(&at, cg_key_dots_bytes(Hi, sizeof(REAL)));
-        int32_t *list = cg_take(&at, (size_t)K * sizeof *list);
-        REAL *ds = cg_take(&at, (size_t)K * sizeof *ds), *dk_part = parts + part * C * Di;
-        memset(dk_part, 0, (size_t)(C * Di) * sizeof(REAL));
-        for (int64_t t = part * share; t < (part + 1) * share && t < T; t++) {
-            int64_t n = 0;
-            for (int64_t j = 0; j < K; j++) {
-                if (topk[t * K + j] < 0) continue;
-                list[n] = topk[t * K + j];
-                ds[n++] = dscores[t * K + j];
+        int32_t *list = cg_take(&at, (size_t)K * sizeof *list), *slot = cg_take(&at, (size_t)K * sizeof *slot);
+        REAL *ds = cg_take(&at, (size_t)K * sizeof *ds);
+        memset(weights, 0, lanes_bytes(Hi, 1, sizeof(REAL)));
+        for (int64_t t0 = 0; t0 < T; t0 += block) {
+            const int64_t end = T - t0 < block ? T : t0 + block;
+#pragma omp for schedule(dynamic)
+            for (int64_t t = t0; t < end; t++) {
+                const waiting_row row = waiting_at(args->workspace, t - t0, Hi, K);
+                int64_t n = 0;
+                for (int64_t j = 0; j < K; j++) {
+                    if (topk[t * K + j] < 0) continue;
+                    list[n] = topk[t * K + j];
+                    slot[n] = (int32_t)j;
+                    ds[n++] = dscores[t * K + j];
+                }
+                memset(dlanes, 0, lanes_bytes(Hi, Di, sizeof(REAL)));
+                memset(dw_lanes, 0, lanes_bytes(Hi, 1, sizeof(REAL)));
+                if (n > 0) KERNEL(query_pack)(q + t * Hi * Di, Hi, Di, lanes);
+                for (int64_t j = 0; j < n; j += CG_KEY_TILE) {
+                    const int64_t m = n - j < CG_KEY_TILE ? n - j : CG_KEY_TILE;
+                    KERNEL(grad_dots)(lanes, w + t * Hi, k, Hi, Di, list + j, m, ds + j, dots, dw_lanes);
+                    KERNEL(grad_queries)(k, Hi, Di, list + j, m, dots, dlanes);
+                    for (int64_t i = 0; i < m; i++)
+                        KERNEL(note_active)(dots + i * groups, groups, row.active + slot[j + i] * groups);
+                }
+                KERNEL(query_unpack)(dlanes, Hi, Di, dq + t * Hi * Di);
+                memcpy(dw + t * Hi, dw_lanes, (size_t)Hi * sizeof(REAL));
+                deal_out(topk + t * K, K, n_owners, row.order, row.starts);
             }
-            memset(dlanes, 0, lanes_bytes(Hi, Di, sizeof(REAL)));
-            memset(dw_lanes, 0, lanes_bytes(Hi, 1, sizeof(REAL)));
-            if (n > 0) {
-                KERNEL(query_pack)(q + t * Hi * Di, Hi, Di, lanes);
-                KERNEL(key_grads)
-                (lanes, q + t * Hi * Di, w + t * Hi, k, Hi, Di, list, n, ds, dots, dlanes, dw_lanes, dk_part);
-            }
-            KERNEL(query_unpack)(dlanes, Hi, Di, dq + t * Hi * Di);
-            memcpy(dw + t * Hi, dw_lanes, (size_t)Hi * sizeof(REAL));
+#pragma omp for schedule(static, 1)
+            for (int32_t owner = 0; owner < n_owners; owner++)
+                for (int64_t t = t0; t < end; t++) {
+                    const waiting_row row = waiting_at(args->workspace, t - t0, Hi, K);
+                    const int32_t first = row.starts[owner], n = row.starts[owner + 1] - first;
+                    memcpy(weights, w + t * Hi, (size_t)Hi * sizeof(REAL));
+                    KERNEL(grad_dealt)
+                    (q + t * Hi * Di, weights, Hi, Di, topk + t * K, dscores + t * K, row.order + first, n,
+                     row.active, dots, dk);
+                }
         }
     }
-    KERNEL(parts_sum)(parts, CG_KEY_PARTS, C * Di, dk);
     return true;
 }
 
