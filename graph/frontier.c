@@ -321,7 +321,7 @@ static bool add_point(search *s, const cg_trial *trial) {
     }
     for (end = at; at > 0 && f->points[at - 1].trial.extra_us >= trial->extra_us - tie_us;) at--;
     for (int i = at; i < end; i++) point_free(&f->points[i]);
-    memmove(&f->points[at], &f->points[end], (size_t)(f->n_points - end) * sizeof *f->points);
+    if (f->n_points) memmove(&f->points[at], &f->points[end], (size_t)(f->n_points - end) * sizeof *f->points);
     f->n_points -= end - at;
     cg_frontier_point *points = realloc(f->points, (size_t)(f->n_points + 1) * sizeof *points);
     bool *chosen = malloc((size_t)f->n_nodes + 1);
