@@ -3,7 +3,8 @@
  * One process; a track per pass; a slice per step of the plan, in the order in which they run. Counters hold the
  * bytes alive by category ("live bytes") and together ("live bytes, all"). A flow leads from each forward node to the
  * backward and recompute nodes that exist for it. An instant marks the peak step. Times are whole nanoseconds, written
- * in microseconds; args of a slice:
+ * in microseconds, of each node the median over the runs, so that all slices together need not last as long as the
+ * median step. args of a slice:
  *
  *     step, scope, live_bytes      live_bytes: all that is alive while it runs, in reserved bytes as in the plan
  *     read_bytes, written_bytes    of its inputs (each once) and outputs; 0 for an alias, which moves nothing
