@@ -3,6 +3,7 @@
 #include "core/rng.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 double cg_real_get(cg_dtype dtype, const void *data, int64_t i) {
@@ -67,26 +68,33 @@ void cg_case_free(cg_case_graph *built) {
     built->graph = NULL;
 }
 
-static void fill_normal(cg_exec *exec, const cg_value *leaf, double offset, double scale, const double *given) {
-    void *data = cg_exec_data(exec, leaf);
+static bool fill_normal(cg_exec *exec, const cg_value *leaf, double offset, double scale, const double *given,
+                        cg_error *error) {
     int64_t n = cg_shape_count(&leaf->shape);
     uint64_t stream = cg_random_stream(leaf->name);
+    void *data = malloc((size_t)cg_tensor_bytes(leaf->dtype, &leaf->shape) + 1);
+    if (!data) return cg_fail(error, CG_FAILED, "out of memory for the input %s of a case", leaf->name);
     for (int64_t i = 0; i < n; i++)
         cg_real_set(leaf->dtype, data, i,
                     (float)(given ? given[i] : offset + scale * cg_random_normal(1, stream, (uint64_t)i)));
+    cg_exec_write(exec, leaf, data);
+    free(data);
+    return true;
 }
 
-void cg_case_fill(const cg_case_graph *built, cg_exec *exec) {
-    for (int i = 0; i < built->n_in; i++) {
+bool cg_case_fill(const cg_case_graph *built, cg_exec *exec, cg_error *error) {
+    bool ok = true;
+    for (int i = 0; ok && i < built->n_in; i++) {
         const cg_case_input *input = &built->the_case->in[i];
         if (!built->in[i]) continue;
         if (built->in[i]->dtype == CG_I32)
-            memcpy(cg_exec_data(exec, built->in[i]), input->i32,
-                   (size_t)cg_tensor_bytes(CG_I32, &input->shape));
+            cg_exec_write(exec, built->in[i], input->i32);
         else
-            fill_normal(exec, built->in[i], input->offset, input->scale != 0 ? input->scale : 1, input->real);
+            ok = fill_normal(exec, built->in[i], input->offset, input->scale != 0 ? input->scale : 1,
+                             input->real, error);
     }
-    for (int k = 0; k < built->n_seeds; k++) fill_normal(exec, built->seed[k], 0, 1, NULL);
+    for (int k = 0; ok && k < built->n_seeds; k++) ok = fill_normal(exec, built->seed[k], 0, 1, NULL, error);
+    return ok;
 }
 
 static bool read_in_backward(const cg_graph *graph, const cg_value *value) {

@@ -28,7 +28,7 @@ void cg_case_free(cg_case_graph *built);
 
 /* Write the inputs and the output gradients. The same case has the same values, rounded to f32, in both dtypes.
  */
-void cg_case_fill(const cg_case_graph *built, cg_exec *exec);
+bool cg_case_fill(const cg_case_graph *built, cg_exec *exec, cg_error *error);
 
 /* Names of the op's inputs and outputs that its backward reads, in table order, separated by blanks. */
 void cg_case_crosses(const cg_case_graph *built, char *text, size_t text_bytes);

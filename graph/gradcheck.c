@@ -241,7 +241,7 @@ static bool check_case(const cg_op_set *ops, const cg_op *op, const cg_case *the
     if (ok && built.n_wrt && built.n_seeds) {
         bool nonzero[CG_MAX_IN] = {false};
         ok = (exec = cg_exec_new(plan, &(cg_exec_options){.poison = true}, error)) != NULL;
-        if (ok) cg_case_fill(&built, exec);
+        ok = ok && cg_case_fill(&built, exec, error);
         cg_gradcheck check = {.exec = exec,
                               .n_outputs = built.n_seeds,
                               .outputs = built.seeded,

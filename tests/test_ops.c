@@ -21,8 +21,7 @@ static case_run run_case(const cg_op *op, const cg_case *the_case, cg_dtype real
         ck_abort_msg("%s: %s", op->name, run.error.text);
     run.exec = cg_exec_new(run.plan, &(cg_exec_options){.separate = separate, .poison = true}, &run.error);
     if (!run.exec) ck_abort_msg("%s: %s", op->name, run.error.text);
-    cg_case_fill(&run.built, run.exec);
-    run.ok = cg_exec_run(run.exec, CG_ALL_PASSES, &run.error);
+    run.ok = cg_case_fill(&run.built, run.exec, &run.error) && cg_exec_run(run.exec, CG_ALL_PASSES, &run.error);
     return run;
 }
 

@@ -6,7 +6,7 @@
  *     below.
  *  2. Everything but the table stands in `namespace { ... }`: helpers of two files may have the same name.
  *  3. Kernels: template <typename T> CG_GLOBAL void scale_kernel(...); helpers: CG_DEVICE (functions), CG_MEMBER
- *     (functions of a struct). T is float, double or cg_bf16; sums are in cg_sum_of<T> (float for bf16). cg_up(x) makes
+ *     (functions of a struct), CG_BOTH (functions that launch functions call too). T is float, double or cg_bf16; sums are in cg_sum_of<T> (float for bf16). cg_up(x) makes
  *     that of a T, cg_down<T>(s) the reverse; exp, log and so on are cg_exp(..) for float and double alike.
  *  4. Launch functions are host code: bool scale(const cg_run_args *args, cg_stream *stream). Data pointers and workspace
  *     of args are device memory: never read them there. End with return CG_LAUNCH(kernel, grid, block, dynamic shared
@@ -28,7 +28,8 @@
  *     very sentence of the CPU kernel; args->fault is NULL when the table has no .describe.
  * 11. Matrix products: cg_device_gemm_run (core/device.h) with scratch from cg_device_gemm_workspace.
  * 12. Test: tests/test_cuda_ops.c runs every case of ops/<op>.c with every variant, f32 and f64, in several thread orders,
- *     against the CPU kernel. Nothing to add; more sizes for one op go into extra_cases there.
+ *     against the CPU kernel. Nothing to add there. Sizes that only a kernel needs (several tiles, a rest) are cases in
+ *     ops/<op>.c with .large.
  *
  * Beside C++ and the above, kernels may use: threadIdx blockIdx blockDim gridDim, CG_SHARED(float[8][32], name),
  * CG_DYNAMIC_SHARED(type, name), __syncthreads[_or|_and|_count], __syncwarp, __shfl[_xor|_down|_up]_sync, __ballot_sync
@@ -46,12 +47,19 @@ extern "C" {
 #include "ops/attributes.h"
 #include "ops/cuda/cuda_ops.h"
 }
-#include "ops/chunks.h" /* cg_piece, cg_chunk_count, cg_chunk_start */
+#include "ops/chunks.h" /* cg_piece */
 
 #ifdef CG_CUDA_HOST
 #include "tests/cuda_host/device_host.h"
 #else
 #include "ops/cuda/cuda_device.cuh"
+#endif
+
+/* A function for host and kernels. */
+#ifdef CG_CUDA_HOST
+#define CG_BOTH static inline
+#else
+#define CG_BOTH static __host__ __device__ __forceinline__
 #endif
 
 /* A launch, true when it is queued: see 4 above. */
@@ -63,11 +71,22 @@ extern "C" {
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < (n);                                  \
          i += (int64_t)gridDim.x * blockDim.x)
 
-/* Blocks for n items at so many per block. Not more than keep a large device busy, so that setting up counts little;
- * none for none. */
+/* Blocks for n items at so many per block. Not more than keep a large device busy, so that setting up counts little; on
+ * the CPU a few, so that small tests go through all turns. None for none. */
 static inline unsigned cg_blocks(int64_t n, int64_t per_block) {
-    const int64_t most = 4096, blocks = (n + per_block - 1) / per_block;
+#ifdef CG_CUDA_HOST
+    const int64_t most = 5;
+#else
+    const int64_t most = 4096;
+#endif
+    const int64_t blocks = (n + per_block - 1) / per_block;
     return (unsigned)(blocks < most ? blocks : most);
+}
+
+/* The first of n items that part number `part` holds when they are cut into `parts`; of part `parts`: n. */
+CG_BOTH int64_t cg_cut(int64_t n, int64_t parts, int64_t part) {
+    const int64_t each = n / parts, longer = n % parts;
+    return each * part + (part < longer ? part : longer);
 }
 
 /* ---- numbers of type T ---- */

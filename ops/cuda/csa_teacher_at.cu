@@ -1,0 +1,95 @@
+/* The indexer's teacher over a list of compressed rows: see ops/csa_teacher_at.c. */
+#include "ops/cuda/csa_teacher.cuh"
+
+namespace {
+
+enum { Q, CKV, INDEX, WINDOW_LSE, SINK };
+enum { THREADS = 128 };
+
+struct sizes {
+    int64_t T, H, D, C, N;
+};
+
+CG_GLOBAL void check_index_kernel(const int32_t *index, sizes z, cg_device_fault *fault) {
+    CG_FOR(i, z.T * z.N) {
+        if (index[i] < -1 || index[i] >= z.C) cg_report(fault, 1, i, index[i]);
+    }
+}
+
+void describe(const cg_run_args *args, const cg_device_fault *fault, cg_error *error) {
+    const int64_t C = args->in[CKV].shape.dims[0], N = args->in[INDEX].shape.dims[1];
+    cg_fail(error, CG_BAD_INPUT, "index of row %lld, place %lld is %lld, expected -1 to %lld",
+            (long long)(fault->place / N), (long long)(fault->place % N), (long long)fault->got[0],
+            (long long)C - 1);
+}
+
+/* Top and share of every head and row: a warp each, a key per lane. */
+template <typename T>
+CG_GLOBAL void teacher_shares_kernel(const T *q, const T *ckv, const int32_t *index, const T *window_lse,
+                                     const T *sink, sizes z, cg_sum_of<T> scale, double *share,
+                                     cg_sum_of<T> *top) {
+    typedef cg_sum_of<T> S;
+    const int64_t lane = threadIdx.x % CG_WARP, warps = (int64_t)gridDim.x * (THREADS / CG_WARP);
+    for (int64_t i = (int64_t)blockIdx.x * (THREADS / CG_WARP) + threadIdx.x / CG_WARP; i < z.T * z.H;
+         i += warps) {
+        const int64_t t = i / z.H, h = i % z.H;
+        const listed_keys keys = {index + t * z.N, z.N, z.C};
+        log_sum<S> mine = log_sum_of(-cg_infinity<S>);
+        for (int64_t k = lane; k < z.N; k += CG_WARP)
+            if (keys[k] >= 0)
+                mine =
+                    log_sum_plus(mine, log_sum_of(scale * dot(q + i * z.D, ckv + keys[k] * z.D, z.D)));
+        mine = warp_log_sum(mine);
+        if (lane) continue;
+        const double rest = window_lse ? (double)cg_up(window_lse[i])
+                            : sink     ? (double)cg_up(sink[h])
+                                       : -cg_infinity<double>;
+        share[i] = teacher_share(mine, rest);
+        top[i] = mine.top;
+    }
+}
+
+template <typename T>
+CG_GLOBAL void teacher_kernel(const T *q, const T *ckv, const int32_t *index, sizes z, cg_sum_of<T> scale,
+                              const double *share, const cg_sum_of<T> *top, T *teacher) {
+    for (int64_t t = blockIdx.x; t < z.T; t += gridDim.x)
+        teach_row(q + t * z.H * z.D, ckv, listed_keys{index + t * z.N, z.N, z.C}, share + t * z.H,
+                  top + t * z.H, z.H, z.D, scale, teacher + t * z.N);
+}
+
+size_t workspace(const cg_node *node) {
+    const size_t rows = (size_t)(cg_dim(node->in[Q], 0) * cg_dim(node->in[Q], 1));
+    return cg_piece(rows * sizeof(double)) +
+           rows * (node->in[Q]->dtype == CG_F64 ? sizeof(double) : sizeof(float));
+}
+
+template <typename T> bool csa_teacher_at(const cg_run_args *args, cg_stream *stream) {
+    typedef cg_sum_of<T> S;
+    const cg_tensor *in = args->in;
+    const sizes z = {.T = in[Q].shape.dims[0],
+                     .H = in[Q].shape.dims[1],
+                     .D = in[Q].shape.dims[2],
+                     .C = in[CKV].shape.dims[0],
+                     .N = in[INDEX].shape.dims[1]};
+    const S scale = (S)((const csa_teacher_at_attr *)args->attr)->scale;
+    const T *q = (const T *)in[Q].data, *ckv = (const T *)in[CKV].data;
+    const int32_t *index = (const int32_t *)in[INDEX].data;
+    double *share = (double *)args->workspace;
+    S *top = (S *)((char *)args->workspace + cg_piece((size_t)(z.T * z.H) * sizeof(double)));
+    return CG_LAUNCH(check_index_kernel, cg_blocks(z.T * z.N, 256), 256, 0, stream, index, z, args->fault) &&
+           CG_LAUNCH(teacher_shares_kernel<T>, cg_blocks(z.T * z.H, THREADS / CG_WARP), THREADS, 0, stream, q,
+                     ckv, index, (const T *)in[WINDOW_LSE].data, (const T *)in[SINK].data, z, scale, share,
+                     top) &&
+           CG_LAUNCH(teacher_kernel<T>, cg_blocks(z.T, 1), THREADS, 0, stream, q, ckv, index, z, scale, share,
+                     top, (T *)args->out[0].data);
+}
+
+} // namespace
+
+extern "C" const cg_cuda_op cg_cuda_csa_teacher_at = {
+    .op = "csa_teacher_at",
+    .variants = {{.name = "plain",
+                  .launch = {csa_teacher_at<float>, csa_teacher_at<double>},
+                  .workspace = workspace}},
+    .describe = describe,
+};

@@ -1,0 +1,269 @@
+/* Every CUDA kernel, run on the CPU in the place of a device (tests/cuda_host), against the CPU kernel of the same op: all
+ * cases of ops/<op>.c, every variant, f32 and f64, several orders of threads, once with a block of memory per value and
+ * once in one arena whose runs are recorded and played. */
+#include "tests/support.h"
+
+#include <math.h>
+
+#include "ops/cuda/cuda_ops.h"
+#include "tests/cuda_host/device_host.h"
+
+/* Relative norms of the difference; f32 cases may state a wider one. */
+static const double f32_bound = 1e-5, f64_bound = 1e-12;
+
+enum { ERROR_SEEDS = 3, MOST_VALUES = 3 * CG_MAX_IN };
+
+static cg_device *device;
+
+static void open_device(void) {
+    cg_error error = {0};
+    if (!(device = cg_device_open(0, &error))) ck_abort_msg("%s", error.text);
+}
+
+static void close_device(void) {
+    ck_assert_int_eq(cg_device_asked_bytes(device), 0);
+    cg_device_close(device);
+}
+
+/* ---- one case, on the CPU or the device ---- */
+
+typedef struct case_run {
+    cg_case the_case;
+    cg_case_graph built;
+    cg_backend backend;
+    cg_plan *plan;
+    cg_exec *exec;
+    cg_error error;
+    int n; /* outputs, gradients, and inputs changed in place */
+    const cg_value *values[MOST_VALUES];
+    void *data[MOST_VALUES]; /* as read after the last run */
+} case_run;
+
+static size_t bytes_of(const cg_value *value) { return (size_t)cg_tensor_bytes(value->dtype, &value->shape); }
+
+/* Every op of a graph has a kernel. */
+static bool all_have_kernels(const cg_graph *graph) {
+    for (int n = 0; n < graph->n_nodes; n++)
+        if (!graph->nodes[n]->op->alias && !cg_cuda_op_find(graph->nodes[n]->op->name)) return false;
+    return true;
+}
+
+/* variant NULL: the CPU. Without gradients where an op of the backward pass has no kernel yet. */
+static bool case_build(case_run *run, const cg_op *op, const cg_case *the_case, cg_dtype real,
+                       const char *variant, const cg_exec_options *options) {
+    memset(run, 0, sizeof *run);
+    run->the_case = *the_case;
+    ck_assert(cg_case_build(&cg_all_ops, op, &run->the_case, real, &run->built));
+    if (!cg_graph_error(run->built.graph) && !all_have_kernels(run->built.graph)) {
+        cg_case_free(&run->built);
+        for (int i = 0; i < CG_MAX_IN; i++) run->the_case.in[i].constant = true;
+        ck_assert(cg_case_build(&cg_all_ops, op, &run->the_case, real, &run->built));
+    }
+    const cg_error *refused = cg_graph_error(run->built.graph);
+    if (refused) ck_abort_msg("%s, case %s: %s", op->name, the_case->name, refused->text);
+    if (variant && !cg_cuda_backend(&run->backend, device, variant, &run->error)) return false;
+    run->plan = cg_plan_make(run->built.graph, &(cg_plan_options){.backend = variant ? &run->backend : NULL},
+                             &run->error);
+    if (!run->plan || !(run->exec = cg_exec_new(run->plan, options, &run->error))) return false;
+    for (int s = 0; s < run->built.node->n_out; s++) run->values[run->n++] = run->built.node->out[s];
+    for (int k = 0; k < run->built.n_wrt && run->built.n_seeds; k++) run->values[run->n++] = run->built.grad[k];
+    for (int i = 0; i < run->built.n_in; i++)
+        if (op->mutates & CG_BIT(i)) run->values[run->n++] = run->built.in[i];
+    for (int i = 0; i < run->n; i++) run->data[i] = malloc(bytes_of(run->values[i]) + 1);
+    return true;
+}
+
+static bool case_again(case_run *run) {
+    if (!cg_case_fill(&run->built, run->exec, &run->error) ||
+        !cg_exec_run(run->exec, CG_ALL_PASSES, &run->error))
+        return false;
+    for (int i = 0; i < run->n; i++) cg_exec_read(run->exec, run->values[i], run->data[i]);
+    return true;
+}
+
+static void case_free(case_run *run) {
+    for (int i = 0; i < run->n; i++) free(run->data[i]);
+    cg_exec_free(run->exec);
+    cg_plan_free(run->plan);
+    cg_case_free(&run->built);
+}
+
+/* ---- comparisons ---- */
+
+static void abort_in(const case_run *run, const char *variant, const char *how, const char *what) {
+    ck_abort_msg("%s, case %s, variant %s, %s: %s", run->built.op->name, run->the_case.name, variant, how,
+                 what);
+}
+
+static void expect_same_bits(const case_run *a, const case_run *b, const char *variant, const char *how) {
+    ck_assert_int_eq(a->n, b->n);
+    for (int i = 0; i < a->n; i++)
+        if (memcmp(a->data[i], b->data[i], bytes_of(a->values[i])))
+            abort_in(a, variant, how, "the bits differ");
+}
+
+/* Markers (NaN, infinities) must be the same, and the rest close. */
+static void expect_near(const case_run *cpu, const case_run *gpu, const char *variant, double bound) {
+    char what[300];
+    for (int i = 0; i < cpu->n; i++) {
+        const cg_value *value = cpu->values[i];
+        double difference = 0, norm = 0;
+        for (int64_t k = 0; k < cg_shape_count(&value->shape); k++) {
+            double x = cg_dtype_get(value->dtype, cpu->data[i], k),
+                   y = cg_dtype_get(value->dtype, gpu->data[i], k);
+            bool marker = !isfinite(x) || !isfinite(y) || value->dtype == CG_I32;
+            if (marker && !(x == y || (isnan(x) && isnan(y)))) {
+                snprintf(what, sizeof what, "%s[%lld] is %g, on the CPU %g", value->name, (long long)k, y, x);
+                abort_in(gpu, variant, cg_dtype_name(cpu->built.op->run[CG_I32] ? CG_I32 : value->dtype), what);
+            }
+            if (marker) continue;
+            difference += (x - y) * (x - y);
+            norm += x * x;
+        }
+        if (sqrt(difference) <= bound * sqrt(norm)) continue;
+        snprintf(what, sizeof what, "%s differs by %.3g of norm %.3g, bound %.1e", value->name,
+                 sqrt(difference), sqrt(norm), bound);
+        abort_in(gpu, variant, cg_dtype_name(value->dtype), what);
+    }
+}
+
+/* ---- all cases ---- */
+
+static bool has_dtype(const cg_op *op, cg_dtype real) {
+    return op->run[real] || (real == CG_F32 && op->run[CG_I32]);
+}
+
+static void check_runs(const cg_op *op, const cg_case *c, cg_dtype real, const char *variant) {
+    case_run cpu, first, arena;
+    if (!case_build(&cpu, op, c, real, NULL, &(cg_exec_options){.poison = true}) || !case_again(&cpu))
+        abort_in(&cpu, "of the CPU", cg_dtype_name(real), cpu.error.text);
+    const double bound = real == CG_F64 ? f64_bound : c->f32_bound > f32_bound ? c->f32_bound : f32_bound;
+    cg_device_host_seed(1);
+    if (!case_build(&first, op, c, real, variant, &(cg_exec_options){.separate = true, .poison = true}) ||
+        !case_again(&first))
+        abort_in(&first, variant, cg_dtype_name(real), first.error.text);
+    expect_near(&cpu, &first, variant, bound);
+    if (!case_build(&arena, op, c, real, variant, NULL))
+        abort_in(&arena, variant, cg_dtype_name(real), arena.error.text);
+    static const char *const runs[] = {"in one arena", "recorded", "played again"};
+    for (int i = 0; i < 3; i++) {
+        cg_device_host_seed(2 + (uint64_t)i); /* other orders of threads */
+        if (!case_again(&arena)) abort_in(&arena, variant, runs[i], arena.error.text);
+        expect_same_bits(&first, &arena, variant, runs[i]);
+    }
+    if (cg_exec_measured_bytes(arena.exec) != arena.plan->peak_bytes)
+        abort_in(&arena, variant, "in one arena", "measured bytes are not the planned ones");
+    case_free(&cpu);
+    case_free(&first);
+    case_free(&arena);
+}
+
+static void check_error(const cg_op *op, const cg_case *c, cg_dtype real, const char *variant) {
+    case_run cpu, gpu;
+    if (!case_build(&cpu, op, c, real, NULL, NULL)) abort_in(&cpu, "of the CPU", "building", cpu.error.text);
+    ck_assert(!case_again(&cpu));
+    for (uint64_t seed = 1; seed <= ERROR_SEEDS; seed++) {
+        cg_device_host_seed(seed);
+        if (!case_build(&gpu, op, c, real, variant, &(cg_exec_options){.separate = true, .poison = true}))
+            abort_in(&gpu, variant, "building", gpu.error.text);
+        if (case_again(&gpu)) abort_in(&gpu, variant, "wrong data", "it ran");
+        if (strcmp(gpu.error.text, cpu.error.text)) abort_in(&gpu, variant, cpu.error.text, gpu.error.text);
+        ck_assert_int_eq(gpu.error.code, cpu.error.code);
+        case_free(&gpu);
+    }
+    case_free(&cpu);
+}
+
+static void check_op(const cg_op *op) {
+    const cg_cuda_op *kernels = cg_cuda_op_find(op->name);
+    const char *only = getenv("CSAGRAD_TEST_OP"); /* for whoever works on one */
+    if (!kernels || (only && strcmp(only, op->name))) return;
+    for (int v = 0; v < CG_CUDA_VARIANTS && kernels->variants[v].name; v++)
+        for (int c = 0; c < op->n_cases; c++)
+            for (cg_dtype real = CG_F32; real <= CG_F64; real++) {
+                const cg_case *the_case = &op->cases[c];
+                const cg_cuda_variant *variant = &kernels->variants[v];
+                const bool runs = variant->launch[real] || (real == CG_F32 && variant->launch[CG_I32]);
+                if (!has_dtype(op, real) || !runs || the_case->refuses) continue;
+                (the_case->run_error ? check_error : check_runs)(op, the_case, real, variant->name);
+            }
+}
+
+/* One test per op, so that they run side by side and each has its own time. */
+START_TEST(kernels_agree_with_the_cpu) {
+    open_device();
+    check_op(cg_all_ops.list[_i]);
+    close_device();
+}
+END_TEST
+
+START_TEST(tables_are_complete) {
+    int n_missing = 0;
+    for (int o = 0; o < cg_all_ops.n; o++) {
+        const cg_op *op = cg_all_ops.list[o];
+        const cg_cuda_op *kernels = cg_cuda_op_find(op->name);
+        if (op->alias) continue;
+        if (!kernels) {
+            printf("%s%s", n_missing++ ? ", " : "no CUDA kernel yet: ", op->name);
+            continue;
+        }
+        const cg_cuda_variant *plain = &kernels->variants[0];
+        if (!plain->name || strcmp(plain->name, "plain") || plain->fits || plain->least_sm)
+            ck_abort_msg("%s: the first variant must be \"plain\" and run anywhere", op->name);
+        for (cg_dtype d = CG_F32; d <= CG_I32; d++)
+            if (!op->run[d] != !plain->launch[d])
+                ck_abort_msg("%s: the CPU and plain differ in what they do for %s", op->name, cg_dtype_name(d));
+        bool errs = false;
+        for (int c = 0; c < op->n_cases; c++) errs |= op->cases[c].run_error != NULL;
+        if (errs != (kernels->describe != NULL))
+            ck_abort_msg("%s: %s", op->name,
+                         errs ? "wrong data have a case, but no sentence on a device"
+                              : "wrong data have a sentence on a device, but no case");
+    }
+    if (n_missing) printf(" (%d)\n", n_missing);
+}
+END_TEST
+
+/* ---- the backend as a whole ---- */
+
+START_TEST(variants_are_chosen) {
+    open_device();
+    cg_graph *g = cg_graph_new(&cg_all_ops);
+    cg_value *x = cg_leaf(g, CG_LEAF_INPUT, "x", CG_F32, CG_SHAPE(20, 20));
+    cg_keep(cg_scale(g, cg_matmul(g, x, x, false, false), 2));
+    static const struct {
+        const char *forced, *matmul, *scale;
+    } want[] = {{NULL, "fast", "plain"}, {"plain", "plain", "plain"}, {"fast", "fast", "plain"}};
+    for (int i = 0; i < 3; i++) {
+        cg_error error = {0};
+        cg_backend backend;
+        cg_device_kernel kernel;
+        ck_assert(cg_cuda_backend(&backend, device, want[i].forced, &error));
+        ck_assert(backend.kernel_of(&backend, g->nodes[0], &kernel, &error));
+        ck_assert_str_eq(kernel.variant, want[i].matmul);
+        ck_assert(backend.kernel_of(&backend, g->nodes[1], &kernel, &error));
+        ck_assert_str_eq(kernel.variant, want[i].scale);
+    }
+    cg_error error = {0};
+    cg_backend backend;
+    ck_assert(!cg_cuda_backend(&backend, device, "plan", &error));
+    ck_assert_str_eq(error.text, "no CUDA kernel has a variant \"plan\", did you mean plain?");
+    cg_graph_free(g);
+    close_device();
+}
+END_TEST
+
+int main(void) {
+    Suite *suite = suite_create("cuda_ops");
+    TCase *tcase = tcase_create("cuda_ops");
+    tcase_set_timeout(tcase, 240);
+    suite_add_tcase(suite, tcase);
+    tcase_add_test(tcase, tables_are_complete);
+    tcase_add_loop_test(tcase, kernels_agree_with_the_cpu, 0, cg_all_ops.n);
+    tcase_add_test(tcase, variants_are_chosen);
+    SRunner *runner = srunner_create(suite);
+    srunner_run_all(runner, CK_NORMAL);
+    int failed = srunner_ntests_failed(runner);
+    srunner_free(runner);
+    return failed ? EXIT_FAILURE : EXIT_SUCCESS;
+}
