@@ -2,7 +2,7 @@
  * fibers and for threads of the system; run.h has what differs.
  *
  * Compiled without ThreadSanitizer on purpose: what this file does to keep its books must not count as order between
- * the kernel's threads. The order that barriers make is told by cg_host_order_before and _after. */
+ * the kernel's threads. With CG_HOST_TSAN it tells ThreadSanitizer which order there is (order_before, order_after). */
 #include "tests/cuda_host/run.h"
 
 #include <stdarg.h>
@@ -21,10 +21,35 @@
 #define ASAN_UNPOISON_MEMORY_REGION(p, n) ((void)(p), (void)(n))
 #endif
 
+#if defined(CG_HOST_TSAN)
+#include <sanitizer/tsan_interface.h>
+#endif
+
 __thread uint3 threadIdx, blockIdx, blockDim, gridDim;
 __thread cg_host_thread *cg_host_this_thread;
 
 namespace {
+
+/* What this thread did so far comes before what any thread does after order_after of the same address. */
+void order_before(const void *address) {
+#if defined(CG_HOST_TSAN)
+    __tsan_release((void *)address);
+#endif
+    (void)address;
+}
+void order_after(const void *address) {
+#if defined(CG_HOST_TSAN)
+    __tsan_acquire((void *)address);
+#endif
+    (void)address;
+}
+
+/* To ThreadSanitizer the blocks of a launch are in no order, so each needs shared memory that no other one had. */
+#if defined(CG_HOST_TSAN)
+const bool fresh_shared_memory = true;
+#else
+const bool fresh_shared_memory = false;
+#endif
 
 enum { WARP = 32, MAX_THREADS = 1024, MAX_STATIC = 48 << 10, MAX_SHARED = 227 << 10 };
 
@@ -56,9 +81,10 @@ struct {
         int any, all, count;
         const cg_host_thread *first;
     } barrier;
-    char barrier_order
-        [2]; /* addresses only; two, so that a fast thread's next barrier is not a slow one's last */
-    char warp_order[1024]; /* the same for warp functions, taken in turn */
+    /* addresses, for order_before and order_after */
+    char begin_order, end_order; /* of the launch */
+    char barrier_order[2];       /* two, so that a fast thread's next barrier is not a slow one's last */
+    char warp_order[1024];       /* of warp functions, taken in turn */
     size_t warp_functions;
 
     shared_array arrays[64];
@@ -124,26 +150,31 @@ void fail(const sentence &why) {
     throw launch_failed();
 }
 
-/* Nobody runs and somebody waits: a named lane or a thread of the block does not come. */
-void fail_stuck() {
-    for (cg_host_thread &t : now.threads) {
+/* Why, when nobody runs and somebody waits: a named lane or a thread of the block does not come. */
+sentence stuck() {
+    for (const cg_host_thread &t : now.threads) {
         if (t.state != cg_host_thread::AT_WARP) continue;
         for (unsigned lane = 0; lane < WARP; lane++) {
+            if (!(t.mask >> lane & 1)) continue;
             const cg_host_thread &other = now.threads[t.number / WARP * WARP + lane];
-            if (!(t.mask >> lane & 1) || (other.state == cg_host_thread::AT_WARP && other.mask == t.mask))
-                continue;
-            fail(say("%s %s with mask 0x%08x for lane %u, which %s", name_of(t).text, place_of(t).text, t.mask,
-                     lane, place_of(other).text));
-            return;
+            if (other.state != cg_host_thread::AT_WARP || other.mask != t.mask)
+                return say("%s %s with mask 0x%08x for lane %u, which %s", name_of(t).text, place_of(t).text,
+                           t.mask, lane, place_of(other).text);
         }
     }
-    fail(say("no thread can go on"));
+    return say("no thread can go on");
 }
 
 /* The lock is held; returns without it, or throws. */
 void wait(cg_host_thread &me, cg_host_thread::cg_host_state state) {
     me.state = state;
-    if (--now.n_running == 0) fail_stuck();
+    if (now.n_running == 1) {
+        sentence why = stuck();
+        me.state = cg_host_thread::RUNS;
+        fail(why);
+        leave();
+    }
+    now.n_running--;
     cg_host_sleep(&me);
     cg_host_enter(&me);
     if (now.failed) throw launch_failed();
@@ -162,6 +193,7 @@ void cg_host_enter(cg_host_thread *thread) {
 void cg_host_thread_body(cg_host_thread *thread) {
     cg_host_enter(thread);
     cg_host_thread &me = *thread;
+    order_after(&now.begin_order);
     try {
         if (!now.failed) now.run(now.call);
     } catch (const launch_failed &) {
@@ -182,8 +214,8 @@ void cg_host_thread_body(cg_host_thread *thread) {
     if (!now.failed && me.copied < me.n_copies)
         fail(say("%s ended with %u copies of cp.async that no wait covered", name_of(me).text,
                  me.n_copies - me.copied));
-    if (now.n_running == 0 && now.n_ended < now.n) fail_stuck();
-    cg_host_ended(thread);
+    if (now.n_running == 0 && now.n_ended < now.n) fail(stuck());
+    order_before(&now.end_order); /* and not before the next block */
 }
 
 void cg_host_fault(const char *file, int line, const char *format, ...) {
@@ -206,8 +238,8 @@ void cg_host_pause(void) {
 
 void cg_host_fence(void) {
     static const char fences = 0;
-    cg_host_order_after(&fences);
-    cg_host_order_before(&fences);
+    order_after(&fences);
+    order_before(&fences);
 }
 
 /* ---- barriers ---- */
@@ -217,7 +249,7 @@ int cg_host_barrier(cg_host_barrier_kind kind, int predicate, const char *file, 
                                         "__syncthreads_count"};
     cg_host_thread &me = *cg_host_this_thread;
     char *order = &now.barrier_order[now.barrier.passed % 2];
-    cg_host_order_before(order);
+    order_before(order);
     cg_host_lock();
     if (now.failed) leave();
     auto &barrier = now.barrier;
@@ -257,7 +289,7 @@ int cg_host_barrier(cg_host_barrier_kind kind, int predicate, const char *file, 
         cg_host_unlock();
         cg_host_pause();
     }
-    cg_host_order_after(order);
+    order_after(order);
     return me.result;
 }
 
@@ -275,7 +307,7 @@ unsigned lane_of(const cg_host_thread &t) { return t.number % WARP; }
 template <typename P, typename F>
 void meet(const char *what, unsigned mask, P *payload, const char *file, int line, bool ordered, F combine) {
     cg_host_thread &me = *cg_host_this_thread;
-    if (ordered) cg_host_order_before(&me.ordering);
+    if (ordered) order_before(&me.ordering);
     cg_host_lock();
     if (now.failed) leave();
     cg_host_thread *warp = warp_of(me);
@@ -318,16 +350,16 @@ void meet(const char *what, unsigned mask, P *payload, const char *file, int lin
         const char *order = &now.warp_order[now.warp_functions++ % sizeof now.warp_order];
         for (unsigned lane = 0; lane < WARP; lane++) {
             if (!(mask >> lane & 1)) continue;
-            if (ordered) cg_host_order_after(&warp[lane].ordering);
+            if (ordered) order_after(&warp[lane].ordering);
             warp[lane].ordering = order;
         }
-        if (ordered) cg_host_order_before(order);
+        if (ordered) order_before(order);
         for (unsigned lane = 0; lane < WARP; lane++)
             if ((mask >> lane & 1) && lane != lane_of(me)) wake(warp[lane]);
         cg_host_unlock();
         cg_host_pause();
     }
-    if (ordered) cg_host_order_after(me.ordering);
+    if (ordered) order_after(me.ordering);
 }
 
 } // namespace
@@ -506,7 +538,7 @@ void release_arrays() {
     }
     now.n_arrays = 0;
     now.static_bytes = 0;
-    if (!cg_host_fresh_shared) chunk = chunk_used = 0;
+    if (!fresh_shared_memory) chunk = chunk_used = 0;
 }
 
 } // namespace
@@ -624,13 +656,14 @@ bool cg_host_run(const char *kernel, dim3 grid, dim3 block, size_t shared_bytes,
     size_t start = cg_host_draw(blocks), stride = blocks > 2 ? 1 + cg_host_draw(blocks - 1) : 1;
     while (common_divisor(stride, blocks) != 1) stride = stride % blocks + 1;
     chunk = chunk_used = 0;
+    order_before(&now.begin_order);
     bool fine = true;
     for (uint64_t i = 0; fine && i < blocks; i++) {
         uint64_t b = (uint64_t)(((unsigned __int128)i * stride + start) % blocks);
         fine = run_block((int64_t)i, {(unsigned)(b % grid.x), (unsigned)(b / grid.x % grid.y),
                                       (unsigned)(b / grid.x / grid.y)});
     }
-    cg_host_launch_ends();
+    order_after(&now.end_order);
     for (size_t i = 1; i < chunks.size(); i++) syscall(SYS_munmap, chunks[i], chunk_bytes);
     if (chunks.size() > 1) chunks.resize(1);
     return fine;

@@ -2,6 +2,10 @@
  * thread drawn from those that can go on, so a seed gives one order. Locks are not needed. */
 #include "tests/cuda_host/run.h"
 
+#if defined(CG_HOST_TSAN)
+#include <sanitizer/tsan_interface.h>
+#endif
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -15,7 +19,6 @@
 #endif
 
 const char *const cg_host_mode = "fibers";
-const bool cg_host_fresh_shared = false;
 
 #if defined(__x86_64__) && !defined(CG_HOST_UCONTEXT)
 
@@ -81,22 +84,22 @@ const size_t stack_bytes = 256 << 10;
 
 struct fiber {
     cg_host_thread *thread;
-    unsigned char *stack; /* its lowest byte; a page without access lies below */
-    context left;         /* while another runs */
-    void *fake;           /* AddressSanitizer's own stack */
+    const unsigned char *stack; /* its lowest byte */
+    size_t bytes;
+    context left; /* while another runs */
+    void *fake;   /* AddressSanitizer's own stack */
+    void *tsan;   /* what ThreadSanitizer takes for a thread */
 };
 
-fiber fibers[1024];
-unsigned n_fibers;
+/* One more than a block has threads. CUDA thread i of the k-th block runs on fiber i + k modulo their number: threads of
+ * the same number in two blocks would otherwise be one thread to ThreadSanitizer, and their races invisible. */
+fiber fibers[1025], caller; /* caller: of cg_host_run_block */
+unsigned n_fibers, first;
 fiber *ready[1024]; /* can go on, in no order */
 unsigned n_ready;
 fiber *running;
 
-/* The caller of cg_host_run_block. */
-context main_left;
-void *main_fake;
-const void *main_bottom;
-size_t main_bytes;
+fiber *fiber_of(const cg_host_thread *thread) { return &fibers[(thread->number + first) % n_fibers]; }
 
 fiber *draw_ready() {
     size_t i = cg_host_draw(n_ready);
@@ -105,26 +108,34 @@ fiber *draw_ready() {
     return next;
 }
 
-/* On the new stack. The frames below never return, so AddressSanitizer is not to guard variables in them. */
-__attribute__((noreturn, no_sanitize("address", "undefined"))) void fiber_main() {
+/* From fiber to fiber; returns when somebody comes back, which nobody does after the `last` time. The switch itself
+ * orders no memory. */
+__attribute__((no_sanitize("address"))) void go_to(fiber *next, bool last) {
     fiber *me = running;
-    const void *bottom = NULL;
-    size_t bytes = 0;
-    __sanitizer_finish_switch_fiber(NULL, &bottom, &bytes);
-    if (!main_bottom) main_bottom = bottom, main_bytes = bytes;
-    cg_host_thread_body(me->thread);
-    __builtin_unreachable();
-}
-
-/* Leaves the running fiber for another; for the last time when `keep` is NULL. */
-__attribute__((no_sanitize("address"))) void go_to(fiber *me, fiber *next, void **keep) {
     running = next;
-    __sanitizer_start_switch_fiber(keep, next->stack, stack_bytes);
+    __sanitizer_start_switch_fiber(last ? NULL : &me->fake, next->stack, next->bytes);
+#if defined(CG_HOST_TSAN)
+    __tsan_switch_to_fiber(next->tsan, __tsan_switch_to_fiber_no_sync);
+#endif
     cg_host_switch(&me->left, &next->left);
     __sanitizer_finish_switch_fiber(me->fake, NULL, NULL);
 }
 
-void make_stack(fiber *f) {
+/* Where a fiber begins, anew for every block. AddressSanitizer is not to guard variables here: a frame that is never
+ * left would leave its guards to whatever lies there next time. */
+__attribute__((no_sanitize("address"))) void fiber_main() {
+    const void *bottom = NULL;
+    size_t bytes = 0;
+    __sanitizer_finish_switch_fiber(NULL, &bottom, &bytes);
+    if (!caller.stack) { /* the first fiber of a block is told where it came from */
+        caller.stack = (const unsigned char *)bottom;
+        caller.bytes = bytes;
+    }
+    cg_host_thread_body(running->thread);
+    go_to(n_ready > 0 ? draw_ready() : &caller, true);
+}
+
+void make_fiber(fiber *f) {
     size_t guard = (size_t)sysconf(_SC_PAGESIZE);
     unsigned char *p = (unsigned char *)mmap(NULL, guard + stack_bytes, PROT_READ | PROT_WRITE,
                                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -133,49 +144,45 @@ void make_stack(fiber *f) {
         exit(EXIT_FAILURE);
     }
     f->stack = p + guard;
+    f->bytes = stack_bytes;
+#if defined(CG_HOST_TSAN)
+    f->tsan = __tsan_create_fiber(0);
+#endif
 }
 
 } // namespace
 
-__attribute__((no_sanitize("address"))) void cg_host_run_block(cg_host_thread *threads, unsigned n, int64_t) {
-    while (n_fibers < n) make_stack(&fibers[n_fibers++]);
+__attribute__((no_sanitize("address"))) void cg_host_run_block(cg_host_thread *threads, unsigned n,
+                                                               int64_t block) {
+    while (n_fibers < n + 1) make_fiber(&fibers[n_fibers++]);
+    first = (unsigned)(block % n_fibers);
     n_ready = 0;
     for (unsigned i = 0; i < n; i++) {
-        fiber *f = &fibers[i];
+        fiber *f = fiber_of(&threads[i]);
         f->thread = &threads[i];
         f->fake = NULL;
-        context_make(&f->left, f->stack, stack_bytes, fiber_main);
+        context_make(&f->left, (unsigned char *)f->stack, f->bytes, fiber_main);
         ready[n_ready++] = f;
     }
-    running = draw_ready();
-    main_bottom = NULL;
-    __sanitizer_start_switch_fiber(&main_fake, running->stack, stack_bytes);
-    cg_host_switch(&main_left, &running->left);
-    __sanitizer_finish_switch_fiber(main_fake, NULL, NULL);
+    caller = {};
+#if defined(CG_HOST_TSAN)
+    caller.tsan = __tsan_get_current_fiber();
+#endif
+    running = &caller;
+    go_to(draw_ready(), false);
 }
 
-void cg_host_launch_ends(void) {}
 void cg_host_lock(void) {}
 void cg_host_unlock(void) {}
-void cg_host_order_before(const void *) {}
-void cg_host_order_after(const void *) {}
 
-void cg_host_wake(cg_host_thread *thread) { ready[n_ready++] = &fibers[thread->number]; }
+void cg_host_wake(cg_host_thread *thread) { ready[n_ready++] = fiber_of(thread); }
 
-void cg_host_sleep(cg_host_thread *thread) {
-    fiber *me = &fibers[thread->number], *next = draw_ready();
-    if (next != me) go_to(me, next, &me->fake);
+void cg_host_sleep(cg_host_thread *) {
+    fiber *next = draw_ready();
+    if (next != running) go_to(next, false);
 }
 
 void cg_host_yield(cg_host_thread *thread) {
     cg_host_wake(thread);
     cg_host_sleep(thread);
-}
-
-__attribute__((no_sanitize("address"))) void cg_host_ended(cg_host_thread *thread) {
-    fiber *me = &fibers[thread->number];
-    if (n_ready > 0) go_to(me, draw_ready(), NULL);
-    __sanitizer_start_switch_fiber(NULL, main_bottom, main_bytes);
-    cg_host_switch(&me->left, &main_left);
-    __builtin_unreachable();
 }

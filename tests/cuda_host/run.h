@@ -35,8 +35,8 @@ extern __thread cg_host_thread *cg_host_this_thread;
 /* Sets threadIdx and the rest on this thread of the system. */
 void cg_host_enter(cg_host_thread *thread);
 
-/* The kernel as this CUDA thread, from its first to its last line or to the fault of any thread. Ends with a call of
- * cg_host_ended, locked. */
+/* The kernel as this CUDA thread, from its first to its last line or to the fault of any thread. Returns with the lock
+ * held and the thread's end noted. */
 void cg_host_thread_body(cg_host_thread *thread);
 
 /* A number below n, drawn from the seed. Not for concurrent use. */
@@ -47,9 +47,6 @@ size_t cg_host_draw(size_t n);
 /* Runs cg_host_thread_body for each of the n threads; returns when all have ended. `block` counts from 0 within the
  * launch. */
 void cg_host_run_block(cg_host_thread *threads, unsigned n, int64_t block);
-
-/* The launch is over: what its blocks did comes before what the caller does next. */
-void cg_host_launch_ends(void);
 
 /* Exclude each other; all state of the block is changed under this lock. */
 void cg_host_lock(void);
@@ -63,17 +60,5 @@ void cg_host_wake(cg_host_thread *thread);
 
 /* Perhaps lets another thread go on first. */
 void cg_host_yield(cg_host_thread *thread);
-
-/* The calling thread is done: gives the lock back and does not touch the thread again. */
-void cg_host_ended(cg_host_thread *thread);
-
-/* For ThreadSanitizer: everything this thread did so far comes before what any thread does after
- * cg_host_order_after of the same address. */
-void cg_host_order_before(const void *address);
-void cg_host_order_after(const void *address);
-
-/* True when shared memory of an earlier block of the launch may not be used again, since ThreadSanitizer knows of no
- * order between the blocks. */
-extern const bool cg_host_fresh_shared;
 
 #endif

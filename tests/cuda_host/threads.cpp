@@ -1,10 +1,9 @@
-/* A block's threads as threads of the system, for ThreadSanitizer. It sees pthread_create, the order that
- * cg_host_order_before and _after tell, and nothing else: locks and waiting are futexes in code that it does not
- * instrument, since a lock that it knew would order accesses that the kernel does not order.
+/* A block's threads as threads of the system, which run at once on all processors. For ThreadSanitizer, which must not
+ * see how they wait for each other: a lock that it knew would order accesses that the kernel does not order. So locks
+ * and waiting are futexes, in code that it does not instrument.
  *
- * The threads are kept from launch to launch, one more than a block needs, and CUDA thread i of the k-th block is run
- * by thread i + k modulo their number: threads of the same number in two blocks would otherwise be one thread to
- * ThreadSanitizer, and their races invisible. */
+ * The threads are kept from launch to launch, one more than a block needs; CUDA thread i of the k-th block is run by
+ * thread i + k modulo their number, for the reason given in fibers.cpp. */
 #include "tests/cuda_host/run.h"
 
 #include <limits.h>
@@ -15,15 +14,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#if defined(CG_HOST_TSAN)
-#include <sanitizer/tsan_interface.h>
-#else
-#define __tsan_acquire(address) ((void)(address))
-#define __tsan_release(address) ((void)(address))
-#endif
-
 const char *const cg_host_mode = "threads";
-const bool cg_host_fresh_shared = true;
 
 namespace {
 
@@ -55,14 +46,14 @@ uint32_t done;        /* counts ended blocks */
 unsigned left;        /* threads of the block that have not ended */
 uint32_t lock_state;  /* 0 free, 1 held, 2 held and wanted */
 
-char launch_begins, block_ends; /* addresses for ThreadSanitizer */
-
 void *work(void *p) {
     worker *me = (worker *)p;
     for (uint32_t blocks = 0;; blocks++) {
         wait_beyond(&me->blocks, blocks);
-        __tsan_acquire(&launch_begins);
         cg_host_thread_body(me->thread);
+        bool last = --left == 0;
+        cg_host_unlock();
+        if (last) count(&done);
     }
     return NULL;
 }
@@ -78,9 +69,6 @@ void cg_host_run_block(cg_host_thread *threads, unsigned n, int64_t block) {
         }
         n_workers++;
     }
-    /* The launching thread learns nothing of the blocks here, so that it passes nothing on to the next one; it does
-     * in cg_host_launch_ends. */
-    __tsan_release(&launch_begins);
     left = n;
     uint32_t before = seen(&done);
     for (unsigned i = 0; i < n; i++) {
@@ -90,8 +78,6 @@ void cg_host_run_block(cg_host_thread *threads, unsigned n, int64_t block) {
     }
     wait_beyond(&done, before);
 }
-
-void cg_host_launch_ends(void) { __tsan_acquire(&block_ends); }
 
 void cg_host_lock(void) {
     uint32_t state = 0;
@@ -112,13 +98,3 @@ void cg_host_sleep(cg_host_thread *thread) {
 }
 
 void cg_host_yield(cg_host_thread *) {}
-
-void cg_host_ended(cg_host_thread *) {
-    __tsan_release(&block_ends);
-    bool last = --left == 0;
-    cg_host_unlock();
-    if (last) count(&done);
-}
-
-void cg_host_order_before(const void *address) { __tsan_release((void *)address); }
-void cg_host_order_after(const void *address) { __tsan_acquire((void *)address); }
