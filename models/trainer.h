@@ -47,7 +47,7 @@ typedef struct cg_trainer_options {
      * behind the indexer's warm-up; evaluations choose for themselves. NULL: neither. */
     const char *record_topk, *replay_topk;
     /* Compare every clone with its original, bit for bit: the first that differs fails the step, with scope and op.
-     * Originals live until their last clone has run, so the peak is near that of keeping them for backward. */
+     * Originals live until their last clone has run, so the peak is near that of keeping them, plus the clones. */
     bool verify_recompute;
 } cg_trainer_options;
 
