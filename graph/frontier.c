@@ -733,10 +733,12 @@ static bool find_root(search *s, state *root) {
 static bool close_gaps(search *s, hunt *h, const state *root) {
     enum { HOPELESS = 4 };
     int in_vain = 0;
+    long left = HOPELESS * s->max_visits; /* of all gaps together */
     double bound = 0;
     for (int i = 0; i < s->frontier->n_points; i++) {
         h->below = s->frontier->points[i].trial.peak_bytes;
-        h->visits_left = in_vain < HOPELESS ? s->max_visits : 0;
+        long share = in_vain < HOPELESS && left > 0 ? left < s->max_visits ? left : s->max_visits : 0;
+        h->visits_left = share;
         state_copy(s, &h->stack[0], root);
         if (h->visits_left && !branch(s, h, s->n)) return false;
         /* what was found lies behind point i; the point may be gone when a set with less peak was as fast */
@@ -744,10 +746,11 @@ static bool close_gaps(search *s, hunt *h, const state *root) {
         while (behind < s->frontier->n_points && s->frontier->points[behind].trial.peak_bytes >= h->below)
             behind++;
         i = behind - 1;
+        left -= share - (h->visits_left > 0 ? h->visits_left : 0);
         bool closed = h->visits_left > 0;
         in_vain = closed ? 0 : in_vain + 1;
         double least = least_us(s, root, s->n, h->below - 1);
-        if (least < bound) least = bound; /* less peak never takes less time */
+        if (least < bound) least = bound;      /* less peak never takes less time */
         if (behind == s->frontier->n_points) { /* nothing lies below the last point */
             bool none = closed || least >= 1e300;
             s->frontier->least_bytes = none ? h->below : root->forced[fullest(s, root->forced)];
