@@ -1,5 +1,7 @@
 #include "core/tensor.h"
 
+#include "core/bf16.h"
+
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -16,7 +18,7 @@ size_t cg_dtype_bytes(cg_dtype dtype) { return dtypes[dtype].bytes; }
 
 const char *cg_dtype_name(cg_dtype dtype) { return dtypes[dtype].name; }
 
-bool cg_dtype_is_real(cg_dtype dtype) { return dtype == CG_F32 || dtype == CG_F64; }
+bool cg_dtype_is_real(cg_dtype dtype) { return dtype == CG_F32 || dtype == CG_F64 || dtype == CG_BF16; }
 
 bool cg_shape_equal(const cg_shape *a, const cg_shape *b) {
     if (a->n_dims != b->n_dims) return false;
@@ -64,7 +66,6 @@ double cg_dtype_get(cg_dtype dtype, const void *data, int64_t i) {
         double f64;
         int32_t i32;
         int64_t i64;
-        uint32_t u32;
         uint16_t u16;
         uint8_t u8;
     } x = {0};
@@ -84,9 +85,17 @@ double cg_dtype_get(cg_dtype dtype, const void *data, int64_t i) {
     case CG_F16:
         return half(x.u16);
     case CG_BF16:
-        x.u32 = (uint32_t)x.u16 << 16;
-        return x.f32;
+        return cg_bf16_get(x.u16);
     default:
         return NAN;
     }
+}
+
+void cg_dtype_set(cg_dtype dtype, void *data, int64_t i, double x) {
+    if (dtype == CG_F64)
+        ((double *)data)[i] = x;
+    else if (dtype == CG_BF16)
+        ((uint16_t *)data)[i] = cg_bf16_of((float)x);
+    else
+        ((float *)data)[i] = (float)x;
 }

@@ -19,7 +19,7 @@ typedef enum cg_dtype {
     CG_F32,
     CG_F64,
     CG_I32,
-    CG_BF16, /* files only, until the engine stores it */
+    CG_BF16, /* stored alone: computed with in f32 (core/bf16.h) */
     CG_F16,  /* files only */
     CG_I64,  /* files only */
     CG_U8,   /* files only */
@@ -45,7 +45,7 @@ size_t cg_dtype_bytes(cg_dtype dtype);
 /* "f32", "f64", "i32", "bf16", "f16", "i64", "u8". */
 const char *cg_dtype_name(cg_dtype dtype);
 
-/* True for f32 and f64, the dtypes that kernels compute in. */
+/* True for f32, f64 and bf16, the dtypes of real numbers in graphs. */
 bool cg_dtype_is_real(cg_dtype dtype);
 
 /* The shape with the given sizes: CG_SHAPE(T, D) as a value, CG_DIMS(3, 5) in a static initializer. */
@@ -69,5 +69,8 @@ const char *cg_shape_text(const cg_shape *shape, char *text, size_t text_bytes);
 
 /* Element i of data of any dtype, exact except for whole numbers above 2^53. The data need not be aligned. */
 double cg_dtype_get(cg_dtype dtype, const void *data, int64_t i);
+
+/* Set element i of aligned data in f32, f64 or bf16 to the number of that dtype next to x. To bf16 by way of f32. */
+void cg_dtype_set(cg_dtype dtype, void *data, int64_t i, double x);
 
 #endif

@@ -7,15 +7,12 @@
 #include <string.h>
 
 double cg_real_get(cg_dtype dtype, const void *data, int64_t i) {
-    return dtype == CG_F64 ? ((const double *)data)[i] : (double)((const float *)data)[i];
+    return dtype == CG_F64   ? ((const double *)data)[i]
+           : dtype == CG_F32 ? (double)((const float *)data)[i]
+                             : cg_dtype_get(dtype, data, i);
 }
 
-void cg_real_set(cg_dtype dtype, void *data, int64_t i, double x) {
-    if (dtype == CG_F64)
-        ((double *)data)[i] = x;
-    else
-        ((float *)data)[i] = (float)x;
-}
+void cg_real_set(cg_dtype dtype, void *data, int64_t i, double x) { cg_dtype_set(dtype, data, i, x); }
 
 static int case_inputs(const cg_op *op, const cg_case *the_case) {
     if (the_case->n_in) return the_case->n_in;

@@ -85,7 +85,7 @@ static bool same_shape(const group *g, const char *name, const char *as, bool ne
     const cg_tensor *t = part(g, name), *model = part(g, as);
     if (!t) return !needed || cg_fail(error, CG_BAD_INPUT, "%s%s is missing", g->prefix, name);
     char a[128], b[128];
-    if (!cg_dtype_is_real(t->dtype))
+    if (t->dtype != CG_F32 && t->dtype != CG_F64)
         return cg_fail(error, CG_BAD_INPUT, "%s%s is %s, expected f32 or f64", g->prefix, name,
                        cg_dtype_name(t->dtype));
     if (cg_shape_equal(&t->shape, &model->shape)) return true;

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "core/archive.h"
+#include "core/bf16.h"
 #include "core/file.h"
 #include "core/shown.h"
 #include "core/suggest.h"
@@ -263,13 +264,6 @@ static double half_value(uint16_t bits) {
     return bits >> 15 ? -x : x;
 }
 
-static double brain_value(uint16_t bits) {
-    const uint32_t wide = (uint32_t)bits << 16;
-    float x;
-    memcpy(&x, &wide, sizeof x);
-    return (double)x;
-}
-
 static void convert(cg_dtype dtype, const void *data, int64_t from, int64_t n, double *out) {
     switch (dtype) {
     case CG_F32:
@@ -279,7 +273,7 @@ static void convert(cg_dtype dtype, const void *data, int64_t from, int64_t n, d
         memcpy(out, (const double *)data + from, (size_t)n * sizeof *out);
         return;
     case CG_BF16:
-        for (int64_t i = 0; i < n; i++) out[i] = brain_value(((const uint16_t *)data)[from + i]);
+        for (int64_t i = 0; i < n; i++) out[i] = (double)cg_bf16_get(((const uint16_t *)data)[from + i]);
         return;
     case CG_F16:
         for (int64_t i = 0; i < n; i++) out[i] = half_value(((const uint16_t *)data)[from + i]);

@@ -1,5 +1,6 @@
 #include "models/dump_case.h"
 
+#include "core/bf16.h"
 #include "core/rng.h"
 #include "core/safetensors.h"
 #include "graph/cases.h"
@@ -112,22 +113,10 @@ void cg_dump_case_free(cg_dump_case *c) {
 
 /* ---- rounding ---- */
 
-uint16_t cg_to_bf16(double x) {
-    /* by way of f32, so a double next to a half-way case may go the other way */
-    float f = (float)x;
-    uint32_t bits;
-    memcpy(&bits, &f, sizeof bits);
-    if (isnan(x)) return 0x7fc0;
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
 static double rounded(double x, cg_dtype dtype) {
     if (dtype == CG_F64) return x;
     if (dtype == CG_F32) return (float)x;
-    uint32_t bits = (uint32_t)cg_to_bf16(x) << 16;
-    float f;
-    memcpy(&f, &bits, sizeof f);
-    return f;
+    return cg_bf16_get(cg_bf16_of((float)x));
 }
 
 void cg_dump_case_round(cg_dump_case *c, cg_dtype dtype) {
@@ -175,10 +164,10 @@ static bool load_weights(const cg_probe *probe, const char *path, cg_error *erro
         if (!got) {
             ok = cg_fail(error, CG_BAD_INPUT, "%s lacks %s: is it of another model?", path, name);
         } else if (!cg_dtype_is_real(got->dtype) || !cg_shape_equal(&got->shape, &value->shape)) {
-            ok =
-                cg_fail(error, CG_BAD_INPUT, "%s: %s is %s %s, expected f32 or f64 %s: is it of another model?",
-                        path, name, cg_dtype_name(got->dtype), cg_shape_text(&got->shape, a, sizeof a),
-                        cg_shape_text(&value->shape, b, sizeof b));
+            ok = cg_fail(error, CG_BAD_INPUT,
+                         "%s: %s is %s %s, expected f32, f64 or bf16 %s: is it of another model?", path, name,
+                         cg_dtype_name(got->dtype), cg_shape_text(&got->shape, a, sizeof a),
+                         cg_shape_text(&value->shape, b, sizeof b));
         } else {
             size_t size = cg_dtype_bytes(got->dtype);
             for (int64_t i = 0; i < cg_shape_count(&value->shape); i++) {

@@ -43,7 +43,5 @@ void cg_dump_case_round(cg_dump_case *c, cg_dtype dtype);
 
 void cg_dump_case_free(cg_dump_case *c);
 
-/* The nearest bf16, ties to even, as its bits. */
-uint16_t cg_to_bf16(double x);
 
 #endif

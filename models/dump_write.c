@@ -1,7 +1,6 @@
 #include "models/dump_write.h"
 
 #include "core/safetensors.h"
-#include "graph/cases.h"
 #include "graph/exec.h"
 
 #include <math.h>
@@ -469,13 +468,6 @@ static void *add(file_builder *f, const char *name, cg_dtype dtype, cg_shape sha
     return data;
 }
 
-static void put(cg_dtype dtype, void *data, int64_t i, double x) {
-    if (dtype == CG_BF16)
-        ((uint16_t *)data)[i] = cg_to_bf16(x);
-    else
-        cg_real_set(dtype, data, i, x);
-}
-
 /* Rows of `width` numbers, given packed: [T, ...] or [C, ...], `steps` of each sequence. inner: what one row holds. */
 static void add_rows(file_builder *f, const char *name, cg_dtype dtype, const double *from, int64_t n_rows,
                      int64_t steps, cg_shape inner) {
@@ -487,7 +479,7 @@ static void add_rows(file_builder *f, const char *name, cg_dtype dtype, const do
     if (!f->ok) return;
     for (int64_t row = 0; row < n_rows; row++) {
         int64_t to = packed || !s_first ? row : row % steps * B + row / steps;
-        for (int64_t i = 0; i < width; i++) put(dtype, data, to * width + i, from[row * width + i]);
+        for (int64_t i = 0; i < width; i++) cg_dtype_set(dtype, data, to * width + i, from[row * width + i]);
     }
 }
 
@@ -499,11 +491,11 @@ static void add_columns(file_builder *f, const char *name, cg_dtype dtype, const
     double zero = 0;
     void *data = add(f, name, dtype, packed ? CG_SHAPE(T, columns) : CG_SHAPE(f->n_batch, f->n_steps, columns));
     if (!f->ok) return;
-    for (int64_t i = 0; i < T * columns; i++) put(dtype, data, i, zero);
+    for (int64_t i = 0; i < T * columns; i++) cg_dtype_set(dtype, data, i, zero);
     for (int64_t b = 0; b < c->n_segments; b++) {
         int64_t n = c->cu_compressed[b + 1] - c->cu_compressed[b], first = packed ? c->cu_compressed[b] : 0;
         for (int64_t t = c->cu_seqlens[b]; t < c->cu_seqlens[b + 1]; t++)
-            for (int64_t j = 0; j < n; j++) put(dtype, data, t * columns + first + j, from[t * N + j]);
+            for (int64_t j = 0; j < n; j++) cg_dtype_set(dtype, data, t * columns + first + j, from[t * N + j]);
     }
 }
 
@@ -516,7 +508,7 @@ static void add_lse(file_builder *f, const char *name, cg_dtype dtype, const dou
     if (!f->ok) return;
     for (int64_t t = 0; t < T; t++)
         for (int64_t h = 0; h < H; h++)
-            put(dtype, data, packed ? h * T + t : (t / S * H + h) * S + t % S, unit * from[t * H + h]);
+            cg_dtype_set(dtype, data, packed ? h * T + t : (t / S * H + h) * S + t % S, unit * from[t * H + h]);
 }
 
 static void add_topk(file_builder *f, const cg_dump_results *r) {
@@ -533,7 +525,7 @@ static void add_topk(file_builder *f, const cg_dump_results *r) {
 
 static void add_numbers(file_builder *f, const char *name, cg_dtype dtype, const double *from, int64_t n) {
     void *data = add(f, name, dtype, CG_SHAPE(n));
-    for (int64_t i = 0; f->ok && i < n; i++) put(dtype, data, i, from[i]);
+    for (int64_t i = 0; f->ok && i < n; i++) cg_dtype_set(dtype, data, i, from[i]);
 }
 
 static void add_lengths(file_builder *f) {

@@ -1,0 +1,9 @@
+#include "core/bf16.h"
+
+void cg_bf16_widen(int64_t n, const uint16_t *restrict x, float *restrict y) {
+    for (int64_t i = 0; i < n; i++) y[i] = cg_bf16_get(x[i]);
+}
+
+void cg_bf16_narrow(int64_t n, const float *restrict x, uint16_t *restrict y) {
+    for (int64_t i = 0; i < n; i++) y[i] = cg_bf16_of(x[i]);
+}
