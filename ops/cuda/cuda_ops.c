@@ -58,7 +58,7 @@ static bool kernel_of(const cg_backend *backend, const cg_node *node, cg_device_
 
 bool cg_cuda_backend(cg_backend *backend, cg_device *device, const char *variant, cg_error *error) {
     enum { MOST_NAMES = 32 };
-    const char *names[MOST_NAMES];
+    const char *names[MOST_NAMES] = {NULL};
     int n = 0;
     *backend = (cg_backend){device, NULL, kernel_of};
     for (int i = 0; variant && list[i]; i++)

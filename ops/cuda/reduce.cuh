@@ -6,7 +6,7 @@
 
 #include "ops/cuda/kernel.cuh"
 
-enum { CG_WARP = 32, CG_MAX_WARPS = 32 };
+constexpr int CG_WARP = 32, CG_MAX_WARPS = 32;
 
 struct cg_plus {
     template <typename S> CG_MEMBER S operator()(S a, S b) const { return a + b; }
