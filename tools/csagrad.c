@@ -19,8 +19,8 @@ typedef struct command {
 
 static const command commands[] = {
     {"train", "train a model, show its losses and its indexer, keep checkpoints", csagrad_train},
-    {"plan", "every value that a training step keeps for backward, and the exact peak, without running",
-     csagrad_plan},
+    {"mem", "what saving, recomputing or streaming costs: peak memory planned and measured, saved values, time",
+     csagrad_mem},
     {"gradcheck", "compare all gradients with central differences: each op, then a whole small model",
      csagrad_gradcheck},
     {"check", "say which contract a dump of attention and indexer loss follows, and where it first differs",

@@ -18,8 +18,8 @@ int csagrad_config(int argc, char **argv);
 int csagrad_dump(int argc, char **argv);
 int csagrad_gradcheck(int argc, char **argv);
 int csagrad_info(int argc, char **argv);
+int csagrad_mem(int argc, char **argv);
 int csagrad_ops(int argc, char **argv);
-int csagrad_plan(int argc, char **argv);
 int csagrad_train(int argc, char **argv);
 
 #endif

@@ -451,7 +451,7 @@ static bool rows_hold(const mem_report *report, cg_error *error) {
     for (int r = 0; r < report->n_rows; r++) {
         const mem_row *row = &report->rows[r];
         if (row->refused)
-            return cg_fail(error, CG_FAILED, "%s at %lld tokens: %s", row->policy, (long long)row->seq,
+            return cg_fail(error, row->refused_code, "%s at %lld tokens: %s", row->policy, (long long)row->seq,
                            row->refused);
         if (row->m.node_us && row->m.measured_peak_bytes != row->m.planned_peak_bytes)
             return cg_fail(error, CG_FAILED, "%s at %lld tokens: %lld bytes were planned and %lld measured",

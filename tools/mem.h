@@ -29,6 +29,7 @@ typedef struct mem_row {
     int n_saved;
     mem_what_if *what_if; /* one per saved value, in the same order; NULL: not asked for */
     char *refused;        /* one sentence; the row has no figures */
+    cg_code refused_code;
 } mem_row;
 
 /* Growth with the sequence length: the exponent p of "bytes ~ S^p", a line by least squares through the logarithms of
@@ -79,6 +80,9 @@ void mem_report_free(mem_report *report);
 void mem_print(const mem_report *report);
 void mem_print_values(const mem_row *row);
 bool mem_print_json(const mem_report *report);
+
+/* The point that an auto policy took; NULL for others. Its times are estimated. */
+const cg_frontier_point *mem_budget_point(const mem_row *row);
 
 /* Saved bytes in the scopes of indexers. */
 int64_t mem_saved_in_indexers(const mem_row *row);

@@ -86,6 +86,24 @@ static void print_agreement(const mem_report *report) {
            n, n == 1 ? "row" : "rows", (long long)worst, 100 * process);
 }
 
+/* What a budget was met with, and how much better it might be done. */
+static void print_budgets(const mem_report *report) {
+    bool first = true;
+    for (int r = 0; r < report->n_rows; r++) {
+        const mem_row *row = &report->rows[r];
+        const cg_frontier_point *point = mem_budget_point(row);
+        if (!point) continue;
+        if (first) putchar('\n');
+        first = false;
+        printf("%s at %lld tokens in %s: %d nodes again, estimated +%.1f us; ", row->policy,
+               (long long)row->seq, cg_dtype_name(row->dtype), point->trial.n_clones, point->trial.extra_us);
+        if (point->least_us >= point->trial.extra_us)
+            puts("no set is cheaper");
+        else
+            printf("no set takes less than +%.1f us\n", point->least_us);
+    }
+}
+
 static void print_growth(const mem_report *report) {
     if (!report->n_growth) return;
     puts("\nGrowth with the length S, bytes ~ S^p; beyond the boundary: without leaves and what the caller "
@@ -166,6 +184,7 @@ static void print_curves(const mem_report *report) {
 void mem_print(const mem_report *report) {
     print_rows(report);
     print_agreement(report);
+    print_budgets(report);
     print_growth(report);
     print_curves(report);
 }
@@ -345,6 +364,12 @@ static json_t *row_json(const mem_report *report, const mem_row *row) {
     json_object_set_new(object, "peak_step", json_integer(row->step.plan->peak_step));
     json_object_set_new(object, "peak_categories", categories_json(row->step.plan));
     if (row->what_if) json_object_set_new(object, "saved", saved_json(row));
+    const cg_frontier_point *point = mem_budget_point(row);
+    if (point)
+        json_object_set_new(object, "budget",
+                            json_pack("{s:f, s:f, s:I}", "extra_us", point->trial.extra_us, "least_us",
+                                      point->least_us, "least_peak_bytes",
+                                      (json_int_t)row->step.frontier->least_bytes));
     for (int c = 0; c < report->n_curves; c++)
         if (report->curves[c].row == row) json_object_set_new(object, "pareto", curve_json(&report->curves[c]));
     return object;
@@ -353,7 +378,7 @@ static json_t *row_json(const mem_report *report, const mem_row *row) {
 bool mem_print_json(const mem_report *report) {
     json_t *list = json_array();
     for (int r = 0; r < report->n_rows; r++) json_array_append_new(list, row_json(report, &report->rows[r]));
-    bool ok = list && !json_dumpf(list, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(12));
+    bool ok = list && !json_dumpf(list, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(17));
     putchar('\n');
     json_decref(list);
     return ok;

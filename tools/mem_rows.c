@@ -19,8 +19,12 @@ bool mem_row_make(mem_row *row, int n_runs, cg_error *error) {
     }
     cg_measurement_free(&row->m);
     cg_step_free(&row->step);
-    if (own.code == CG_BAD_INPUT) return cg_fail(error, own.code, "%s", own.text);
+    cg_policy
+        policy; /* a budget that is too small is this row's trouble, a policy that means nothing everybody's */
+    bool has_budget = cg_policy_parse(row->policy, &policy, NULL) && policy.budget_bytes;
+    if (own.code == CG_BAD_INPUT && !has_budget) return cg_fail(error, own.code, "%s", own.text);
     row->refused = strdup(own.text);
+    row->refused_code = own.code;
     return row->refused || cg_fail(error, CG_FAILED, "out of memory for a row");
 }
 
@@ -35,6 +39,12 @@ double mem_row_us(const mem_row *row) {
     double sum = 0;
     for (int t = 0; t < row->step.plan->n_steps; t++) sum += mem_step_us(row, t);
     return sum;
+}
+
+const cg_frontier_point *mem_budget_point(const mem_row *row) {
+    cg_policy policy;
+    if (row->refused || !row->step.frontier || !cg_policy_parse(row->policy, &policy, NULL)) return NULL;
+    return cg_frontier_fit(row->step.frontier, policy.budget_bytes);
 }
 
 int64_t mem_saved_in_indexers(const mem_row *row) {
@@ -90,10 +100,9 @@ static void mark_recomputed(const mem_row *row, bool *chosen) {
 static bool base_of(const mem_row *row, cg_step *base, cg_error *error) {
     cg_workload w = row->workload;
     cg_measurement plan;
-    bool streams = false;
-    for (int n = 0; n < row->step.graph->n_nodes; n++)
-        streams |= !strcmp(row->step.graph->nodes[n]->op->name, "indexer_scores_at");
-    snprintf(w.config.policy, sizeof w.config.policy, "%s", streams ? "stream" : "save");
+    cg_policy policy;
+    if (!cg_policy_parse(row->policy, &policy, error)) return false;
+    snprintf(w.config.policy, sizeof w.config.policy, "%s", policy.form == CG_FORM_STREAM ? "stream" : "save");
     return cg_measure_plan(&w, base, &plan, error);
 }
 
