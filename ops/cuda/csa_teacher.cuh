@@ -8,14 +8,14 @@
 namespace {
 
 /* sum_i exp(x_i) as sum * exp(top), top being the largest x_i so far; of nothing: 0 * exp(-inf). */
-template <typename S> struct log_sum {
-    S top, sum;
-};
+template <typename S> struct log_sum { S top, sum; };
 
 template <typename S> CG_DEVICE log_sum<S> log_sum_of(S x) { return {x, x == -cg_infinity<S> ? (S)0 : (S)1}; }
 
 /* exp(x - top), 0 for x = -inf whatever top is. */
-template <typename S> CG_DEVICE S exp_below(S x, S top) { return x == -cg_infinity<S> ? (S)0 : cg_exp(x - top); }
+template <typename S> CG_DEVICE S exp_below(S x, S top) {
+    return x == -cg_infinity<S> ? (S)0 : cg_exp(x - top);
+}
 
 template <typename S> CG_DEVICE S log_of(log_sum<S> a) { return a.top + cg_log(a.sum); }
 

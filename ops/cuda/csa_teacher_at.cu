@@ -4,7 +4,7 @@
 namespace {
 
 enum { Q, CKV, INDEX, WINDOW_LSE, SINK };
-enum { THREADS = 128 };
+enum { WARPS = 4, THREADS = 32 * WARPS };
 
 struct sizes {
     int64_t T, H, D, C, N;
@@ -29,16 +29,14 @@ CG_GLOBAL void teacher_shares_kernel(const T *q, const T *ckv, const int32_t *in
                                      const T *sink, sizes z, cg_sum_of<T> scale, double *share,
                                      cg_sum_of<T> *top) {
     typedef cg_sum_of<T> S;
-    const int64_t lane = threadIdx.x % CG_WARP, warps = (int64_t)gridDim.x * (THREADS / CG_WARP);
-    for (int64_t i = (int64_t)blockIdx.x * (THREADS / CG_WARP) + threadIdx.x / CG_WARP; i < z.T * z.H;
-         i += warps) {
+    const int64_t lane = threadIdx.x % CG_WARP, warps = (int64_t)gridDim.x * WARPS;
+    for (int64_t i = (int64_t)blockIdx.x * WARPS + threadIdx.x / CG_WARP; i < z.T * z.H; i += warps) {
         const int64_t t = i / z.H, h = i % z.H;
         const listed_keys keys = {index + t * z.N, z.N, z.C};
         log_sum<S> mine = log_sum_of(-cg_infinity<S>);
         for (int64_t k = lane; k < z.N; k += CG_WARP)
             if (keys[k] >= 0)
-                mine =
-                    log_sum_plus(mine, log_sum_of(scale * dot(q + i * z.D, ckv + keys[k] * z.D, z.D)));
+                mine = log_sum_plus(mine, log_sum_of(scale * dot(q + i * z.D, ckv + keys[k] * z.D, z.D)));
         mine = warp_log_sum(mine);
         if (lane) continue;
         const double rest = window_lse ? (double)cg_up(window_lse[i])
@@ -77,9 +75,8 @@ template <typename T> bool csa_teacher_at(const cg_run_args *args, cg_stream *st
     double *share = (double *)args->workspace;
     S *top = (S *)((char *)args->workspace + cg_piece((size_t)(z.T * z.H) * sizeof(double)));
     return CG_LAUNCH(check_index_kernel, cg_blocks(z.T * z.N, 256), 256, 0, stream, index, z, args->fault) &&
-           CG_LAUNCH(teacher_shares_kernel<T>, cg_blocks(z.T * z.H, THREADS / CG_WARP), THREADS, 0, stream, q,
-                     ckv, index, (const T *)in[WINDOW_LSE].data, (const T *)in[SINK].data, z, scale, share,
-                     top) &&
+           CG_LAUNCH(teacher_shares_kernel<T>, cg_blocks(z.T * z.H, WARPS), THREADS, 0, stream, q, ckv, index,
+                     (const T *)in[WINDOW_LSE].data, (const T *)in[SINK].data, z, scale, share, top) &&
            CG_LAUNCH(teacher_kernel<T>, cg_blocks(z.T, 1), THREADS, 0, stream, q, ckv, index, z, scale, share,
                      top, (T *)args->out[0].data);
 }
