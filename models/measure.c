@@ -57,34 +57,66 @@ static bool adopt_segments(const cg_workload *w, cg_config *config, cg_error *er
 
 /* ---- building ---- */
 
+enum { PART_GRADS = 7 };
+
 static cg_value *input(cg_graph *graph, const char *name, cg_dtype dtype, cg_shape shape, bool needs_grad) {
     cg_value *leaf = cg_leaf(graph, CG_LEAF_INPUT, name, dtype, shape);
     if (leaf) leaf->needs_grad = needs_grad;
     return leaf;
 }
 
-/* The objective of one layer alone, in the scope that it has in a model, so that policies name it as there. */
-static void build_objective(cg_step *step, const cg_config *c, int64_t n_segments, cg_form form) {
+/* Attention and objective of one layer, either or both, in the scopes that they have in a model, so that policies name
+ * them as there. */
+static void build_part_graph(cg_step *step, const cg_config *c, int64_t n_segments, cg_form form,
+                             cg_part part) {
     cg_graph *g = step->graph;
-    int64_t T = c->batch_size * c->seq_len, C = T / CG_RATIO_CSA, K = c->index_topk;
+    int64_t T = c->batch_size * c->seq_len, C = T / CG_RATIO_CSA, K = c->index_topk, D = c->head_dim;
+    bool attends = part != CG_PART_INDEXER_LOSS, indexes = part != CG_PART_ATTENTION;
+    cg_value *wrt[PART_GRADS], *outputs[2], *seeds[2];
+    int n_wrt = 0, n_outputs = 0;
     cg_value *cu_seqlens = input(g, "cu_seqlens", CG_I32, CG_SHAPE(n_segments + 1), false);
     cg_value *seqlens = input(g, "seqlens", CG_I32, CG_SHAPE(n_segments), false);
     cg_scope_push(g, "rows%d", CG_RATIO_CSA);
     cg_value *rows = cg_segment_rows(g, cu_seqlens, seqlens, T, CG_RATIO_CSA, C).rows;
     cg_scope_pop(g);
+    cg_value *topk = NULL, *teacher = NULL;
+    cg_indexer indexer = {0};
     cg_scope_push(g, "layer0/attn/indexer");
-    cg_value *q = input(g, "q", c->dtype, CG_SHAPE(T, c->index_n_heads, c->index_head_dim), true);
-    cg_value *w = input(g, "w", c->dtype, CG_SHAPE(T, c->index_n_heads), true);
-    cg_value *k = input(g, "k", c->dtype, CG_SHAPE(C, c->index_head_dim), true);
-    cg_value *teacher = input(g, "teacher", c->dtype, CG_SHAPE(T, K), false);
-    cg_indexer indexer = cg_indexer_new(g, form, q, w, k);
-    cg_value *topk = cg_indexer_select(g, &indexer, rows, K);
-    cg_value *loss = cg_keep(cg_indexer_loss(g, &indexer, topk, teacher, rows, c->indexer_loss_coeff));
-    step->seed = input(g, "seed", c->dtype, CG_SHAPE(1), false);
-    g->scope[0] = 0;
-    cg_value *wrt[3] = {q, w, k};
-    cg_autodiff(g, &loss, &step->seed, 1, wrt, 3, step->grads);
-    for (int i = 0; i < 3; i++) cg_keep(step->grads[i]);
+    if (indexes) {
+        cg_value *q = wrt[n_wrt++] =
+            input(g, "q", c->dtype, CG_SHAPE(T, c->index_n_heads, c->index_head_dim), true);
+        cg_value *w = wrt[n_wrt++] = input(g, "w", c->dtype, CG_SHAPE(T, c->index_n_heads), true);
+        cg_value *k = wrt[n_wrt++] = input(g, "k", c->dtype, CG_SHAPE(C, c->index_head_dim), true);
+        indexer = cg_indexer_new(g, form, q, w, k);
+        topk = cg_indexer_select(g, &indexer, rows, K);
+    } else {
+        topk = input(g, "topk", CG_I32, CG_SHAPE(T, K), false);
+    }
+    if (!attends) teacher = input(g, "teacher", c->dtype, CG_SHAPE(T, K), false);
+    cg_scope_pop(g);
+    if (attends) {
+        cg_scope_push(g, "layer0/attn");
+        cg_value *q = wrt[n_wrt++] = input(g, "q", c->dtype, CG_SHAPE(T, c->num_attention_heads, D), true);
+        cg_value *kv = wrt[n_wrt++] = input(g, "kv", c->dtype, CG_SHAPE(T, D), true);
+        cg_value *ckv = wrt[n_wrt++] = input(g, "ckv", c->dtype, CG_SHAPE(C, D), true);
+        cg_value *sink = wrt[n_wrt++] = input(g, "sink", c->dtype, CG_SHAPE(c->num_attention_heads), true);
+        cg_attention attention = cg_csa_attention(g, q, kv, ckv, sink, topk, rows, c->sliding_window,
+                                                  1 / sqrt((double)D), c->teacher);
+        teacher = attention.teacher;
+        outputs[n_outputs] = cg_keep(attention.out);
+        seeds[n_outputs++] = input(g, "dout", c->dtype, CG_SHAPE(T, c->num_attention_heads, D), false);
+        if (!indexes) cg_keep(teacher);
+        cg_scope_pop(g);
+    }
+    if (indexes) {
+        cg_scope_push(g, "layer0/attn/indexer");
+        cg_value *loss = cg_indexer_loss(g, &indexer, topk, teacher, rows, c->indexer_loss_coeff);
+        cg_scope_pop(g);
+        outputs[n_outputs] = cg_keep(loss);
+        seeds[n_outputs++] = step->seed = input(g, "seed", c->dtype, CG_SHAPE(1), false);
+    }
+    cg_autodiff(g, outputs, seeds, n_outputs, wrt, n_wrt, step->grads);
+    for (int i = 0; i < n_wrt; i++) cg_keep(step->grads[i]);
 }
 
 static bool build_part(cg_step *step, const cg_config *config, const cg_workload *w,
@@ -92,15 +124,14 @@ static bool build_part(cg_step *step, const cg_config *config, const cg_workload
     if (w->attend_all || config->support == CG_SUPPORT_DENSE)
         return cg_fail(
             error, CG_BAD_INPUT,
-            "the indexer's loss alone is measured over the selected rows: the dense support needs the "
-            "attention's queries and keys, which the whole step has");
+            "a part of a layer is measured over the selected rows: the dense support needs the whole step");
     memset(step, 0, sizeof *step);
     step->graph = cg_graph_new(&cg_all_ops);
-    step->grads = calloc(3, sizeof *step->grads);
+    step->grads = calloc(PART_GRADS, sizeof *step->grads);
     if (!step->graph || !step->grads) return cg_fail(error, CG_FAILED, "out of memory while a graph is built");
     cg_policy policy;
     if (!cg_policy_parse(config->policy, &policy, error)) return false;
-    build_objective(step, config, room_for_segments(w), policy.form);
+    build_part_graph(step, config, room_for_segments(w), policy.form, w->part);
     cg_policy_apply(step->graph, &policy, plan, &step->n_clones, &step->frontier);
     step->plan = cg_plan_make(step->graph, plan, error);
     return step->plan != NULL;
@@ -229,14 +260,42 @@ static void fill_teacher(const cg_workload *w, cg_exec *exec, const cg_value *te
         }
 }
 
+/* A selection as the attention may get it: K of the visible rows without repeats, all of them where there are fewer. */
+static void fill_topk(const cg_workload *w, cg_exec *exec, const cg_value *topk) {
+    uint64_t seed = (uint64_t)w->config.seed, stream = cg_random_stream("topk");
+    int64_t K = cg_dim(topk, 1), entries = 0;
+    int32_t *data = cg_exec_data(exec, topk);
+    memset(data, 0xff, (size_t)cg_tensor_bytes(topk->dtype, &topk->shape)); /* -1: none */
+    for (int64_t b = 0; b < segment_count(w); b++) {
+        for (int64_t p = 0; p < segment_length(w, b); p++) {
+            int64_t row = segment_start(w, b) + p, seen = (p + 1) / CG_RATIO_CSA, n = 0;
+            for (int64_t j = 0; j < seen && n < K; j++) /* keeps K of `seen`, each with the same chance */
+                if (cg_random_below(seed, stream, (uint64_t)(row * w->config.seq_len + j), seen - j) < K - n)
+                    data[row * K + n++] = (int32_t)(entries + j);
+        }
+        entries += segment_length(w, b) / CG_RATIO_CSA;
+    }
+}
+
 static void fill_part(const cg_workload *w, const cg_step *step, cg_exec *exec) {
     const cg_graph *g = step->graph;
     const cg_config *c = &w->config;
-    fill_normal(w, exec, cg_leaf_find(g, "layer0/attn/indexer/q"), 1);
-    fill_normal(w, exec, cg_leaf_find(g, "layer0/attn/indexer/k"), 1);
-    fill_normal(w, exec, cg_leaf_find(g, "layer0/attn/indexer/w"),
-                1 / sqrt((double)(c->index_n_heads * c->index_head_dim)));
-    fill_teacher(w, exec, cg_leaf_find(g, "layer0/attn/indexer/teacher"));
+    const double index_scale = 1 / sqrt((double)(c->index_n_heads * c->index_head_dim));
+    const struct {
+        const char *name;
+        double scale;
+    } normal[] = {
+        {"layer0/attn/indexer/q", 1}, {"layer0/attn/indexer/k", 1}, {"layer0/attn/indexer/w", index_scale},
+        {"layer0/attn/q", 1},         {"layer0/attn/kv", 1},        {"layer0/attn/ckv", 1},
+        {"layer0/attn/sink", 1},      {"layer0/attn/dout", 1}};
+    for (size_t i = 0; i < sizeof normal / sizeof *normal; i++) {
+        const cg_value *leaf = cg_leaf_find(g, normal[i].name);
+        if (leaf) fill_normal(w, exec, leaf, normal[i].scale);
+    }
+    const cg_value *teacher = cg_leaf_find(g, "layer0/attn/indexer/teacher"),
+                   *topk = cg_leaf_find(g, "layer0/attn/indexer/topk");
+    if (teacher) fill_teacher(w, exec, teacher);
+    if (topk) fill_topk(w, exec, topk);
     set_segments(w, exec, cg_leaf_find(g, "cu_seqlens"), cg_leaf_find(g, "seqlens"));
 }
 
@@ -251,14 +310,17 @@ void cg_measure_fill(const cg_workload *w, const cg_step *step, cg_exec *exec) {
 /* All losses together: the kept scalars of forward. */
 static double loss_of(const cg_step *step, const cg_exec *exec) {
     double loss = 0;
+    bool found = false;
     for (int t = 0; t < step->plan->n_steps; t++) {
         const cg_node *node = step->plan->steps[t];
-        for (int s = 0; s < node->n_out && node->pass == CG_FORWARD; s++)
-            if (node->out[s]->keep && cg_dtype_is_real(node->out[s]->dtype) &&
-                cg_shape_count(&node->out[s]->shape) == 1)
-                loss += cg_real_get(node->out[s]->dtype, cg_exec_data(exec, node->out[s]), 0);
+        for (int s = 0; s < node->n_out && node->pass == CG_FORWARD; s++) {
+            const cg_value *out = node->out[s];
+            if (!out->keep || !cg_dtype_is_real(out->dtype) || cg_shape_count(&out->shape) != 1) continue;
+            loss += cg_real_get(out->dtype, cg_exec_data(exec, out), 0);
+            found = true;
+        }
     }
-    return loss;
+    return found ? loss : NAN; /* the attention alone has none */
 }
 
 /* ---- running, in a child ---- */

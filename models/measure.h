@@ -12,9 +12,12 @@
 /* What is measured. A part is a graph of its own: its inputs are leaves, and the gradients of its real inputs
  * are kept, as a caller would want them. */
 typedef enum cg_part {
-    CG_PART_STEP,        /* the whole training step of the config */
-    CG_PART_INDEXER_LOSS /* one layer's selection, chosen scores and KL, from index queries, keys, head weights and
-                            a given teacher, forward and backward */
+    CG_PART_STEP,         /* the whole training step of the config */
+    CG_PART_INDEXER_LOSS, /* one layer's selection, chosen scores and KL, from index queries, keys, head weights and a
+                              given teacher, forward and backward */
+    CG_PART_ATTENTION, /* one layer's csa_attention, teacher included, over given selections of visible rows, forward
+                              and backward */
+    CG_PART_ATTENTION_LOSS /* both: the indexer selects, the attention teaches, the loss follows */
 } cg_part;
 
 typedef struct cg_workload {
@@ -41,7 +44,7 @@ typedef struct cg_measurement {
     /* measured; -1 where nothing ran (for the loss: NaN) */
     int64_t measured_peak_bytes; /* by the pointers that kernels were handed */
     int64_t rss_peak_bytes; /* growth of the process, by the operating system, from before the arena was made */
-    double loss;            /* language model plus indexer; of a part: its loss */
+    double loss;            /* language model plus indexer; of a part: its loss, NaN for the attention alone */
     double step_us;         /* median over the runs behind the first */
     double *node_us;        /* by step of the plan: median; NULL when nothing ran */
     int n_steps;
