@@ -351,20 +351,40 @@ void cg_exec_read(cg_exec *exec, const cg_value *value, void *data) {
     if (from && !copy_out(exec, data, from, bytes, &exec->failure)) memset(data, 0xff, bytes);
 }
 
-void cg_exec_set(cg_exec *exec, const cg_value *value, int64_t i, double x) {
+enum { CHUNK = 1024 };
+
+void cg_exec_write_real(cg_exec *exec, const cg_value *value, int64_t first, int64_t n, const double *x) {
     char *to = callers_data(exec, value);
-    size_t element = cg_dtype_bytes(value->dtype);
-    const float x_f32 = (float)x;
-    const void *from = value->dtype == CG_F64 ? (const void *)&x : &x_f32;
-    if (to) copy_in(exec, to + (size_t)i * element, from, element, &exec->failure);
+    const size_t element = cg_dtype_bytes(value->dtype);
+    _Alignas(CG_ALIGN) char chunk[CHUNK * sizeof(double)];
+    for (int64_t i = 0; to && i < n; i += CHUNK) {
+        const int64_t some = n - i < CHUNK ? n - i : CHUNK;
+        for (int64_t k = 0; k < some; k++) cg_dtype_set(value->dtype, chunk, k, x[i + k]);
+        if (!copy_in(exec, to + (size_t)(first + i) * element, chunk, (size_t)some * element, &exec->failure))
+            return;
+    }
+}
+
+void cg_exec_read_real(cg_exec *exec, const cg_value *value, int64_t first, int64_t n, double *x) {
+    const char *from = callers_data(exec, value);
+    const size_t element = cg_dtype_bytes(value->dtype);
+    _Alignas(CG_ALIGN) char chunk[CHUNK * sizeof(double)];
+    for (int64_t i = 0; i < n; i += CHUNK) {
+        const int64_t some = n - i < CHUNK ? n - i : CHUNK;
+        const bool ok = from && copy_out(exec, chunk, from + (size_t)(first + i) * element,
+                                         (size_t)some * element, &exec->failure);
+        for (int64_t k = 0; k < some; k++) x[i + k] = ok ? cg_dtype_get(value->dtype, chunk, k) : NAN;
+    }
+}
+
+void cg_exec_set(cg_exec *exec, const cg_value *value, int64_t i, double x) {
+    cg_exec_write_real(exec, value, i, 1, &x);
 }
 
 double cg_exec_get(cg_exec *exec, const cg_value *value, int64_t i) {
-    const char *from = callers_data(exec, value);
-    size_t element = cg_dtype_bytes(value->dtype);
-    double x = 0;
-    if (!from || !copy_out(exec, &x, from + (size_t)i * element, element, &exec->failure)) return NAN;
-    return cg_dtype_get(value->dtype, &x, 0);
+    double x;
+    cg_exec_read_real(exec, value, i, 1, &x);
+    return x;
 }
 
 /* ---- running ---- */

@@ -30,11 +30,13 @@ void cg_exec_free(cg_exec *exec);
 void cg_exec_bind(cg_exec *exec, const cg_value *leaf, void *data);
 void cg_exec_bind_value(cg_exec *exec, const cg_value *leaf, const cg_exec *lender, const cg_value *value);
 
-/* Copy a whole leaf in, or a leaf or kept value out; nothing happens where the plan does not hold it. set and get: one
- * element of a real one. On a device that fails, the first failure stays, get gives NaN, read all bits set, and the next
- * run fails with the sentence. */
+/* Copy a whole leaf in, or a leaf or kept value out; nothing happens where the plan does not hold it. The other four
+ * speak of real elements as doubles: n of them from number `first` on, or one. On a device that fails, the first failure
+ * stays, what is read is NaN or all bits set, and the next run fails with the sentence. */
 void cg_exec_write(cg_exec *exec, const cg_value *value, const void *data);
 void cg_exec_read(cg_exec *exec, const cg_value *value, void *data);
+void cg_exec_write_real(cg_exec *exec, const cg_value *value, int64_t first, int64_t n, const double *x);
+void cg_exec_read_real(cg_exec *exec, const cg_value *value, int64_t first, int64_t n, double *x);
 void cg_exec_set(cg_exec *exec, const cg_value *value, int64_t i, double x);
 double cg_exec_get(cg_exec *exec, const cg_value *value, int64_t i);
 

@@ -34,6 +34,8 @@ typedef struct work {
     double *base;         /* [n_rows] */
     double *plus, *minus; /* [n_columns, n_rows] */
     double *weights;      /* the random output gradient, over all output entries */
+    double *outputs;      /* all output entries, as read or as seeds to write */
+    double *analytic;     /* [n_columns] */
     int64_t n_out;
 } work;
 
@@ -44,9 +46,10 @@ static void read_outputs(const work *w, double *rows) {
     int64_t at = 0;
     double sum = 0;
     for (int o = 0; o < w->check->n_outputs; o++) {
-        const double *data = cg_exec_data(w->check->exec, w->check->outputs[o]);
-        for (int64_t i = 0; i < count(w->check->outputs[o]); i++, at++) {
-            double y = isinf(data[i]) ? 0 : data[i];
+        const int64_t n = count(w->check->outputs[o]);
+        cg_exec_read_real(w->check->exec, w->check->outputs[o], 0, n, w->outputs);
+        for (int64_t i = 0; i < n; i++, at++) {
+            double y = isinf(w->outputs[i]) ? 0 : w->outputs[i];
             if (w->check->full_jacobian)
                 rows[at] = y;
             else
@@ -57,12 +60,12 @@ static void read_outputs(const work *w, double *rows) {
 }
 
 static bool evaluate(const work *w, const column *c, double delta, double *rows, cg_error *error) {
-    double *x = (double *)cg_exec_data(w->check->exec, w->check->wrt[c->leaf]) + c->entry;
-    double kept = *x;
-    *x = kept + delta;
+    const cg_value *leaf = w->check->wrt[c->leaf];
+    double kept = cg_exec_get(w->check->exec, leaf, c->entry);
+    cg_exec_set(w->check->exec, leaf, c->entry, kept + delta);
     bool ok = cg_exec_run(w->check->exec, RUN_FORWARD | CG_HOLD_CHOICES, error);
     if (ok) read_outputs(w, rows); /* before x is restored: an output may be x under another shape */
-    *x = kept;
+    cg_exec_set(w->check->exec, leaf, c->entry, kept);
     return ok;
 }
 
@@ -70,9 +73,9 @@ static bool evaluate(const work *w, const column *c, double delta, double *rows,
 static void seed_outputs(const work *w, int64_t row) {
     int64_t at = 0;
     for (int o = 0; o < w->check->n_outputs; o++) {
-        double *data = cg_exec_data(w->check->exec, w->check->seeds[o]);
-        for (int64_t i = 0; i < count(w->check->outputs[o]); i++, at++)
-            data[i] = row < 0 ? w->weights[at] : at == row;
+        const int64_t n = count(w->check->outputs[o]);
+        for (int64_t i = 0; i < n; i++, at++) w->outputs[i] = row < 0 ? w->weights[at] : at == row;
+        cg_exec_write_real(w->check->exec, w->check->seeds[o], 0, n, w->outputs);
     }
 }
 
@@ -93,11 +96,13 @@ static void compare(const work *w, int64_t row, const double *leaf_scale, bool *
     double tolerance = check->tolerance > 0 ? check->tolerance : 1e-6;
     double *row_scale = calloc((size_t)check->n_wrt + 1, sizeof *row_scale);
     if (!row_scale) return;
+    for (int64_t c = 0; c < w->n_columns; c++)
+        w->analytic[c] = cg_exec_get(check->exec, check->grads[w->columns[c].leaf], w->columns[c].entry);
     for (int pass = 0; pass < 2; pass++)
         for (int64_t c = 0; c < w->n_columns; c++) {
             const column *col = &w->columns[c];
             const cg_value *leaf = check->wrt[col->leaf];
-            double analytic = ((const double *)cg_exec_data(check->exec, check->grads[col->leaf]))[col->entry];
+            double analytic = w->analytic[c];
             double f_plus = weighted(w, w->plus + c * w->n_rows, row),
                    f_minus = weighted(w, w->minus + c * w->n_rows, row);
             double numeric = (f_plus - f_minus) / (2 * col->h);
@@ -146,19 +151,22 @@ static bool allocate(work *w) {
     w->plus = calloc(cells + 1, sizeof *w->plus);
     w->minus = calloc(cells + 1, sizeof *w->minus);
     w->weights = calloc((size_t)w->n_out + 1, sizeof *w->weights);
-    if (!w->columns || !w->base || !w->plus || !w->minus || !w->weights) return false;
+    w->outputs = calloc((size_t)w->n_out + 1, sizeof *w->outputs);
+    w->analytic = calloc((size_t)w->n_columns + 1, sizeof *w->analytic);
+    if (!w->columns || !w->base || !w->plus || !w->minus || !w->weights || !w->outputs || !w->analytic)
+        return false;
     int64_t c = 0;
     for (int k = 0; k < check->n_wrt; k++) {
         int64_t n = count(check->wrt[k]),
                 used = check->max_entries && n > check->max_entries ? check->max_entries : n;
-        const double *x = cg_exec_data(check->exec, check->wrt[k]);
         for (int64_t i = 0; i < used; i++) {
             /* one of each stretch, not its first: sizes are powers of two, and a stretch of whole rows would
              * leave all columns but one unseen */
             int64_t first = i * n / used, end = (i + 1) * n / used;
             int64_t entry = first + cg_random_below(2, 1, (uint64_t)i, end - first);
-            if (!isfinite(x[entry])) continue; /* -inf marks an absent score: there is no point beside it */
-            double h = (check->step > 0 ? check->step : 1e-5) * fmax(1, sqrt(fabs(x[entry])));
+            const double x = cg_exec_get(check->exec, check->wrt[k], entry);
+            if (!isfinite(x)) continue; /* -inf marks an absent score: there is no point beside it */
+            double h = (check->step > 0 ? check->step : 1e-5) * fmax(1, sqrt(fabs(x)));
             w->columns[c++] = (column){k, entry, h};
         }
     }
@@ -223,6 +231,8 @@ bool cg_gradcheck_run(const cg_gradcheck *check, bool *nonzero, cg_gradcheck_rep
     free(w.plus);
     free(w.minus);
     free(w.weights);
+    free(w.outputs);
+    free(w.analytic);
     bool some = false;
     for (int k = 0; k < check->n_wrt; k++) some |= seen[k];
     report->ok = ok && some && report->n_entries > 0 &&
@@ -230,14 +240,15 @@ bool cg_gradcheck_run(const cg_gradcheck *check, bool *nonzero, cg_gradcheck_rep
     return ok;
 }
 
-static bool check_case(const cg_op_set *ops, const cg_op *op, const cg_case *the_case, bool *nonzero_input,
-                       bool *checked, cg_gradcheck_report *report, cg_error *error) {
+static bool check_case(const cg_op_set *ops, const cg_op *op, const cg_case *the_case,
+                       const cg_backend *backend, bool *nonzero_input, bool *checked,
+                       cg_gradcheck_report *report, cg_error *error) {
     cg_case_graph built;
     cg_plan *plan = NULL;
     cg_exec *exec = NULL;
     *checked = false;
     bool ok = cg_case_build(ops, op, the_case, CG_F64, &built) || cg_fail(error, CG_FAILED, "out of memory");
-    ok = ok && (plan = cg_plan_make(built.graph, NULL, error)) != NULL;
+    ok = ok && (plan = cg_plan_make(built.graph, &(cg_plan_options){.backend = backend}, error)) != NULL;
     if (ok && built.n_wrt && built.n_seeds) {
         bool nonzero[CG_MAX_IN] = {false};
         ok = (exec = cg_exec_new(plan, &(cg_exec_options){.poison = true}, error)) != NULL;
@@ -262,8 +273,8 @@ static bool check_case(const cg_op_set *ops, const cg_op *op, const cg_case *the
     return ok;
 }
 
-bool cg_gradcheck_op(const cg_op_set *ops, const cg_op *op, int *n_cases, cg_gradcheck_report *report,
-                     cg_error *error) {
+bool cg_gradcheck_op(const cg_op_set *ops, const cg_op *op, const cg_backend *backend, int *n_cases,
+                     cg_gradcheck_report *report, cg_error *error) {
     *report = (cg_gradcheck_report){0};
     *n_cases = 0;
     bool nonzero[CG_MAX_IN] = {false};
@@ -272,7 +283,7 @@ bool cg_gradcheck_op(const cg_op_set *ops, const cg_op *op, int *n_cases, cg_gra
         if (the_case->refuses || the_case->run_error || the_case->large) continue;
         cg_gradcheck_report one = {0};
         bool checked;
-        if (!check_case(ops, op, the_case, nonzero, &checked, &one, error)) return false;
+        if (!check_case(ops, op, the_case, backend, nonzero, &checked, &one, error)) return false;
         *n_cases += checked;
         report->n_entries += one.n_entries;
         report->n_kinks += one.n_kinks;

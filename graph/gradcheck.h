@@ -34,9 +34,9 @@ typedef struct cg_gradcheck_report {
  * failed. */
 bool cg_gradcheck_run(const cg_gradcheck *check, bool *nonzero, cg_gradcheck_report *report, cg_error *error);
 
-/* All cases of one op in f64. For an op without gradient n_entries is 0 and ok says whether it states why. */
-bool cg_gradcheck_op(const cg_op_set *ops, const cg_op *op, int *n_cases, cg_gradcheck_report *report,
-                     cg_error *error);
+/* All cases of one op in f64, on a backend (NULL: the CPU). For an op without gradient n_entries is 0 and ok says whether it states why. */
+bool cg_gradcheck_op(const cg_op_set *ops, const cg_op *op, const cg_backend *backend, int *n_cases,
+                     cg_gradcheck_report *report, cg_error *error);
 
 /* Keep the outputs of all nodes that choose, so that they can be held fixed. */
 void cg_keep_choices(cg_graph *graph);

@@ -106,7 +106,7 @@ typedef struct verdict {
 static verdict check_op(const cg_op *op) {
     verdict v;
     cg_error error = {0};
-    if (!cg_gradcheck_op(&t_ops, op, &v.n_cases, &v.report, &error)) ck_abort_msg("%s", error.text);
+    if (!cg_gradcheck_op(&t_ops, op, NULL, &v.n_cases, &v.report, &error)) ck_abort_msg("%s", error.text);
     return v;
 }
 
@@ -281,7 +281,7 @@ START_TEST(failures_of_the_run_are_errors) {
     cg_gradcheck_report report;
     cg_error error = {0};
     int n_cases;
-    ck_assert(!cg_gradcheck_op(&t_ops, &op, &n_cases, &report, &error));
+    ck_assert(!cg_gradcheck_op(&t_ops, &op, NULL, &n_cases, &report, &error));
     ck_assert_str_eq(error.text, "relu, case one: relu: row 2 is bad");
     ck_assert(!report.ok);
 }

@@ -77,7 +77,7 @@ static bool check_ops(const cg_op *only, result *results, int *n) {
         if (only && cg_all_ops.list[o] != only) continue;
         result *r = &results[(*n)++];
         r->op = cg_all_ops.list[o];
-        r->ok = cg_gradcheck_op(&cg_all_ops, r->op, &r->n_cases, &r->report, &r->error) && r->report.ok;
+        r->ok = cg_gradcheck_op(&cg_all_ops, r->op, NULL, &r->n_cases, &r->report, &r->error) && r->report.ok;
         if (!r->op->differentiable) continue;
         ok &= r->ok;
         n_compared++;
