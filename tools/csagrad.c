@@ -21,6 +21,8 @@ static const command commands[] = {
     {"train", "train a model, show its losses and its indexer, keep checkpoints", csagrad_train},
     {"mem", "what saving, recomputing or streaming costs: peak memory planned and measured, saved values, time",
      csagrad_mem},
+    {"bench", "how fast are the parts of a layer and a whole step, against what this machine can do?",
+     csagrad_bench},
     {"gradcheck", "compare all gradients with central differences: each op, then a whole small model",
      csagrad_gradcheck},
     {"check", "say which contract a dump of attention and indexer loss follows, and where it first differs",

@@ -8,6 +8,7 @@
 
 #include <stdbool.h>
 
+int csagrad_bench(int argc, char **argv);
 int csagrad_check(int argc, char **argv);
 int csagrad_check_row(int argc, char **argv); /* for csagrad check --row */
 

@@ -1,0 +1,526 @@
+/* csagrad bench: how fast are the ops and a whole step, against what this machine can do?
+ *
+ * The two roofs are measured first: GFLOP/s of a 2048^3 matrix product and GB/s of a long sum. Then each part runs in a
+ * process of its own on generated data. Times are medians; FLOPs count only what the causal, selected problem needs.
+ * A saved JSON is an old measurement to compare with.
+ *
+ *     csagrad bench --dims flash --seqs 256,512,1024 --parts indexer-loss,attention
+ *     csagrad bench --parts step --ops
+ *     csagrad bench --json >old.json      ... and later: csagrad bench --compare old.json */
+#include "tools/csagrad.h"
+
+#include <jansson.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "core/roofline.h"
+#include "core/threads.h"
+#include "models/measure.h"
+#include "tools/options.h"
+#include "tools/table.h"
+
+enum {
+    KEY_DIMS = TOOL_OWN_KEYS,
+    KEY_SEQS,
+    KEY_PARTS,
+    KEY_DTYPES,
+    KEY_RUNS,
+    KEY_OPS,
+    KEY_COMPARE,
+    KEY_TOLERANCE
+};
+
+enum { MAX_ITEMS = 32, MAX_RUNS = 1000 };
+
+/* What is measured: a part of a layer, the layer, the whole model's step. */
+typedef struct part {
+    const char *name;
+    cg_part part;
+    bool no_optimizer, whole_model;
+} part;
+
+static const part parts[] = {{"indexer-loss", CG_PART_INDEXER_LOSS, false, false},
+                             {"attention", CG_PART_ATTENTION, false, false},
+                             {"attention+loss", CG_PART_ATTENTION_LOSS, false, false},
+                             {"layer", CG_PART_STEP, true, false},
+                             {"step", CG_PART_STEP, false, true}};
+
+enum { N_PARTS = sizeof parts / sizeof *parts };
+
+typedef struct arguments {
+    tool_model model;
+    const char *dims, *seqs, *parts, *dtypes, *runs, *compare, *tolerance;
+    bool json, ops;
+    const part *part[N_PARTS];
+    int64_t seq[MAX_ITEMS];
+    cg_dtype dtype[2];
+    int n_parts, n_seqs, n_dtypes, n_runs;
+    double slower; /* from which ratio of times on a row counts as slower */
+} arguments;
+
+/* One op in one pass, all its nodes together. */
+typedef struct op_row {
+    const char *op;
+    cg_pass pass;
+    int n_nodes;
+    double us, flops, bytes;
+} op_row;
+
+typedef struct row {
+    const char *name, *dims;
+    int64_t seq;
+    cg_dtype dtype;
+    int64_t extra_peak_bytes;
+    double us[CG_PASSES], step_us, flops, bytes, peak_gflops;
+    op_row *ops; /* dearest first */
+    int n_ops;
+} row;
+
+typedef struct report {
+    double gemm_gflops[2], memory_gbytes; /* f32, f64 (0: not needed) */
+    row *rows;
+    int n_rows;
+} report;
+
+/* ---- options ---- */
+
+static error_t parse(int key, char *arg, struct argp_state *state) {
+    arguments *a = state->input;
+    switch (key) {
+    case ARGP_KEY_INIT:
+        state->child_inputs[0] = &a->model;
+        return 0;
+    case KEY_DIMS:
+        a->dims = arg;
+        return 0;
+    case KEY_SEQS:
+        a->seqs = arg;
+        return 0;
+    case KEY_PARTS:
+        a->parts = arg;
+        return 0;
+    case KEY_DTYPES:
+        a->dtypes = arg;
+        return 0;
+    case KEY_RUNS:
+        a->runs = arg;
+        return 0;
+    case KEY_OPS:
+        a->ops = true;
+        return 0;
+    case KEY_COMPARE:
+        a->compare = arg;
+        return 0;
+    case KEY_TOLERANCE:
+        a->tolerance = arg;
+        return 0;
+    case TOOL_JSON:
+        a->json = true;
+        return 0;
+    default:
+        return ARGP_ERR_UNKNOWN;
+    }
+}
+
+static const struct argp_option options[] = {
+    {.name = "dims",
+     .key = KEY_DIMS,
+     .arg = "NAME",
+     .group = GROUP_INPUT,
+     .doc = "sizes of the one CSA layer whose parts are measured: toy, flash or pro (default: toy); see "
+            "csagrad mem"},
+    {.name = "seqs",
+     .key = KEY_SEQS,
+     .arg = "TOKENS,...",
+     .group = GROUP_INPUT,
+     .doc =
+         "lengths of the sequence, a row each (default: 1024,4096 for toy, else 512); not for the part step"},
+    {.name = "parts",
+     .key = KEY_PARTS,
+     .arg = "NAME,...",
+     .group = GROUP_INPUT,
+     .doc = "indexer-loss (selection, chosen scores, KL), attention (teacher included), attention+loss, layer "
+            "(forward "
+            "and backward of the whole layer), step (a training step of the configured model, AdamW included) "
+            "(default: all)"},
+    {.name = "dtypes",
+     .key = KEY_DTYPES,
+     .arg = "NAME,...",
+     .group = GROUP_INPUT,
+     .doc = "number formats, a row each: f32, f64 (default: that of the configuration)"},
+    {.name = "runs",
+     .key = KEY_RUNS,
+     .arg = "N",
+     .group = GROUP_INPUT,
+     .doc = "timed runs behind a first one, of which the median counts (default: 5)"},
+    TOOL_OUTPUT_HEADER,
+    {.name = "ops",
+     .key = KEY_OPS,
+     .group = GROUP_OUTPUT,
+     .doc = "where the time of each row goes, op by op, against the roofs"},
+    {.name = "compare",
+     .key = KEY_COMPARE,
+     .arg = "FILE",
+     .group = GROUP_OUTPUT,
+     .doc = "an earlier --json: print ratios of times, and end with 1 when a row got slower"},
+    {.name = "tolerance",
+     .key = KEY_TOLERANCE,
+     .arg = "PERCENT",
+     .group = GROUP_OUTPUT,
+     .doc = "how much slower --compare lets pass (default: 10)"},
+    TOOL_JSON_OPTION,
+    {0}};
+static const struct argp_child children[] = {TOOL_CHILD(tool_model_argp), {0}};
+static const struct argp argp = {options,
+                                 parse,
+                                 NULL,
+                                 "Time parts of a CSA layer and the step of a model, forward and backward, "
+                                 "against the matrix products and the memory "
+                                 "of this machine. JSON: gemm_peak_gflops, memory_peak_gbytes and rows.",
+                                 children,
+                                 NULL,
+                                 NULL};
+
+static bool next_item(const char **list, char *text, size_t bytes) {
+    if (!*list) return false;
+    size_t length = strcspn(*list, ",");
+    snprintf(text, bytes, "%.*s", (int)length, *list);
+    *list = (*list)[length] ? *list + length + 1 : NULL;
+    return true;
+}
+
+static bool read_parts(arguments *a, cg_error *error) {
+    const char *names[N_PARTS];
+    char item[40];
+    for (int p = 0; p < N_PARTS; p++) names[p] = parts[p].name;
+    for (int p = 0; !a->parts && p < N_PARTS; p++) a->part[a->n_parts++] = &parts[p];
+    for (const char *list = a->parts; next_item(&list, item, sizeof item);) {
+        int p = 0;
+        while (p < N_PARTS && strcmp(item, names[p])) p++;
+        if (p == N_PARTS) return tool_unknown("--parts", item, names, N_PARTS, error);
+        for (int k = 0; k < a->n_parts; k++)
+            if (a->part[k] == &parts[p]) return cg_fail(error, CG_BAD_INPUT, "--parts names %s twice", item);
+        a->part[a->n_parts++] = &parts[p];
+    }
+    return true;
+}
+
+static bool read_seqs(arguments *a, cg_error *error) {
+    char item[40];
+    const char *list = a->seqs ? a->seqs : strcmp(a->dims, "toy") ? "512" : "1024,4096";
+    while (next_item(&list, item, sizeof item)) {
+        if (a->n_seqs == MAX_ITEMS)
+            return cg_fail(error, CG_BAD_INPUT, "--seqs has more than %d lengths", MAX_ITEMS);
+        if (!tool_integer("--seqs", item, 1, INT64_C(1) << 30, &a->seq[a->n_seqs++], error)) return false;
+    }
+    return true;
+}
+
+static bool read_dtypes(arguments *a, cg_error *error) {
+    char item[40];
+    if (!a->dtypes) a->dtype[a->n_dtypes++] = a->model.config.dtype;
+    for (const char *list = a->dtypes; next_item(&list, item, sizeof item);) {
+        cg_config probe = a->model.config;
+        if (!cg_config_set(&probe, "dtype", item, error)) {
+            cg_error_at(error, "--dtypes");
+            return false;
+        }
+        if (a->n_dtypes && a->dtype[0] == probe.dtype)
+            return cg_fail(error, CG_BAD_INPUT, "--dtypes names %s twice", item);
+        a->dtype[a->n_dtypes++] = probe.dtype;
+    }
+    return true;
+}
+
+static bool read_arguments(arguments *a, cg_error *error) {
+    const char *names[8];
+    int n = 0;
+    cg_config layer;
+    int64_t runs = 5, percent = 10;
+    if (!a->dims) a->dims = "toy";
+    while (n < 8 && (names[n] = cg_dims_name(n))) n++;
+    if (!cg_config_dims(a->dims, &layer)) return tool_unknown("--dims", a->dims, names, n, error);
+    if (a->json && a->compare)
+        return cg_fail(error, CG_BAD_INPUT,
+                       "--json and --compare: a comparison is a table, make each in its own run");
+    if (a->tolerance && !a->compare) return cg_fail(error, CG_BAD_INPUT, "--tolerance goes with --compare");
+    if (!tool_model_apply(&a->model, error) || !read_parts(a, error) || !read_seqs(a, error) ||
+        !read_dtypes(a, error))
+        return false;
+    if (a->runs && !tool_integer("--runs", a->runs, 1, MAX_RUNS, &runs, error)) return false;
+    if (a->tolerance && !tool_integer("--tolerance", a->tolerance, 0, 1000, &percent, error)) return false;
+    a->n_runs = (int)runs;
+    a->slower = 1 + (double)percent / 100;
+    return true;
+}
+
+/* ---- measuring ---- */
+
+static int dearer(const void *a, const void *b) {
+    const op_row *x = a, *y = b;
+    if (x->us != y->us) return x->us < y->us ? 1 : -1;
+    int order = strcmp(x->op, y->op);
+    return order ? order : (int)x->pass - (int)y->pass;
+}
+
+static bool add_nodes(row *r, const cg_plan *plan, const double *node_us, cg_error *error) {
+    r->ops = calloc((size_t)plan->n_steps + 1, sizeof *r->ops);
+    if (!r->ops) return cg_fail(error, CG_FAILED, "out of memory for the times of %d nodes", plan->n_steps);
+    for (int t = 0; t < plan->n_steps; t++) {
+        const cg_node *node = plan->steps[t];
+        if (node->op->alias) continue;
+        cg_cost cost = node->op->cost ? node->op->cost(node) : (cg_cost){0, cg_node_bytes(node)};
+        int k = 0;
+        while (k < r->n_ops && (strcmp(r->ops[k].op, node->op->name) || r->ops[k].pass != node->pass)) k++;
+        if (k == r->n_ops) r->ops[r->n_ops++] = (op_row){.op = node->op->name, .pass = node->pass};
+        r->ops[k].n_nodes++;
+        r->ops[k].us += node_us[t];
+        r->ops[k].flops += cost.flops;
+        r->ops[k].bytes += cost.bytes;
+        r->us[node->pass] += node_us[t];
+        r->flops += cost.flops;
+        r->bytes += cost.bytes;
+    }
+    qsort(r->ops, (size_t)r->n_ops, sizeof *r->ops, dearer);
+    return true;
+}
+
+static bool measure(const arguments *a, const part *p, int64_t seq, cg_dtype dtype, row *r, cg_error *error) {
+    cg_workload w = {.config = a->model.config, .part = p->part, .no_optimizer = p->no_optimizer};
+    if (!p->whole_model) {
+        cg_config_dims(a->dims, &w.config);
+        w.config.seq_len = seq;
+        w.config.teacher = a->model.config.teacher;
+        memcpy(w.config.policy, a->model.config.policy, sizeof w.config.policy);
+    }
+    w.config.dtype = dtype;
+    if (!cg_config_check(&w.config, error)) return false;
+    *r = (row){
+        .name = p->name, .dims = p->whole_model ? "config" : a->dims, .seq = w.config.seq_len, .dtype = dtype};
+    cg_step step;
+    cg_measurement m = {0};
+    bool ok = cg_measure_run(&w, a->n_runs, &step, &m, error);
+    if (ok) {
+        r->extra_peak_bytes = m.planned_peak_bytes - m.boundary_bytes;
+        r->step_us = m.step_us;
+        ok = add_nodes(r, step.plan, m.node_us, error);
+    } else {
+        cg_error_at(error, "%s at %lld tokens", p->name, (long long)w.config.seq_len);
+    }
+    cg_measurement_free(&m);
+    cg_step_free(&step);
+    return ok;
+}
+
+static bool measure_all(const arguments *a, report *out, cg_error *error) {
+    out->rows = calloc((size_t)(N_PARTS * MAX_ITEMS * 2), sizeof *out->rows);
+    if (!out->rows) return cg_fail(error, CG_FAILED, "out of memory for rows");
+    for (int d = 0; d < a->n_dtypes; d++) {
+        bool f64 = a->dtype[d] == CG_F64;
+        out->gemm_gflops[f64] = cg_gemm_peak_gflops(f64 ? CG_F64 : CG_F32);
+        if (!(out->gemm_gflops[f64] > 0))
+            return cg_fail(error, CG_FAILED, "the matrix product that everything is compared with failed");
+    }
+    if (!(out->gemm_gflops[0] > 0)) out->gemm_gflops[0] = cg_gemm_peak_gflops(CG_F32);
+    out->memory_gbytes = cg_memory_peak_gbytes();
+    for (int p = 0; p < a->n_parts; p++)
+        for (int d = 0; d < a->n_dtypes; d++)
+            for (int s = 0; s < (a->part[p]->whole_model ? 1 : a->n_seqs); s++) {
+                row *r = &out->rows[out->n_rows];
+                if (!measure(a, a->part[p], a->seq[s], a->dtype[d], r, error)) return false;
+                r->peak_gflops = out->gemm_gflops[r->dtype == CG_F64];
+                out->n_rows++;
+            }
+    return true;
+}
+
+static void report_free(report *r) {
+    for (int i = 0; i < r->n_rows; i++) free(r->rows[i].ops);
+    free(r->rows);
+}
+
+/* ---- output ---- */
+
+static double backward_us(const row *r) { return r->us[CG_BACKWARD] + r->us[CG_RECOMPUTE]; }
+
+static double node_us(const row *r) { return r->us[CG_FORWARD] + backward_us(r) + r->us[CG_OPTIMIZE]; }
+
+static double gflops_of(const row *r) { return r->flops / node_us(r) * 1e-3; }
+
+static void print_rows(const report *out) {
+    printf("matrix product %.1f GFLOP/s in f32", out->gemm_gflops[0]);
+    if (out->gemm_gflops[1] > 0) printf(", %.1f in f64", out->gemm_gflops[1]);
+    printf("; memory %.1f GB/s; %d threads\n\n", out->memory_gbytes, cg_threads());
+    table *t = table_new("llrlrrrrrrrr");
+    static const char *const titles[] = {"part",       "dims",           "S",        "dtype",
+                                         "forward ms", "backward ms",    "optimize", "GFLOP",
+                                         "GFLOP/s",    "of the product", "GB/s",     "extra peak MiB"};
+    for (size_t c = 0; c < sizeof titles / sizeof *titles; c++) table_cell(t, "%s", titles[c]);
+    for (int i = 0; i < out->n_rows; i++) {
+        const row *r = &out->rows[i];
+        table_cell(t, "%s", r->name);
+        table_cell(t, "%s", r->dims);
+        table_cell(t, "%lld", (long long)r->seq);
+        table_cell(t, "%s", cg_dtype_name(r->dtype));
+        table_cell(t, "%.3f", r->us[CG_FORWARD] / 1e3);
+        table_cell(t, "%.3f", backward_us(r) / 1e3);
+        table_cell(t, "%.3f", r->us[CG_OPTIMIZE] / 1e3);
+        table_cell(t, "%.3f", r->flops / 1e9);
+        table_cell(t, "%.1f", gflops_of(r));
+        table_cell(t, "%.0f %%", 100 * gflops_of(r) / r->peak_gflops);
+        table_cell(t, "%.1f", r->bytes / node_us(r) * 1e-3);
+        table_cell(t, "%.3f", (double)r->extra_peak_bytes / 1048576);
+    }
+    table_print(t);
+}
+
+/* The roof of an op: the time that its FLOPs or its bytes take at least, whichever is more. */
+static void print_ops(const report *out, const row *r) {
+    printf("\n%s, %s, %lld tokens, %s: %.3f ms, of which ops %.1f %%\n", r->name, r->dims, (long long)r->seq,
+           cg_dtype_name(r->dtype), r->step_us / 1e3, 100 * node_us(r) / r->step_us);
+    table *t = table_new("llrrrrrrlr");
+    static const char *const titles[] = {"op",      "pass", "nodes",     "ms",       "of the step",
+                                         "GFLOP/s", "GB/s", "FLOP/byte", "bound by", "of its roof"};
+    for (size_t c = 0; c < sizeof titles / sizeof *titles; c++) table_cell(t, "%s", titles[c]);
+    for (int k = 0; k < r->n_ops; k++) {
+        const op_row *o = &r->ops[k];
+        double compute_us = o->flops / r->peak_gflops * 1e-3, memory_us = o->bytes / out->memory_gbytes * 1e-3;
+        double roof_us = compute_us > memory_us ? compute_us : memory_us;
+        table_cell(t, "%s", o->op);
+        table_cell(t, "%s", cg_pass_name(o->pass));
+        table_cell(t, "%d", o->n_nodes);
+        table_cell(t, "%.3f", o->us / 1e3);
+        table_cell(t, "%.1f %%", 100 * o->us / r->step_us);
+        table_cell(t, "%.1f", o->flops / o->us * 1e-3);
+        table_cell(t, "%.1f", o->bytes / o->us * 1e-3);
+        table_cell(t, "%.2f", o->bytes > 0 ? o->flops / o->bytes : 0);
+        table_cell(t, "%s", compute_us > memory_us ? "products" : "memory");
+        table_cell(t, "%.0f %%", 100 * roof_us / o->us);
+    }
+    table_print(t);
+}
+
+static json_t *row_json(const row *r) {
+    json_t *ops = json_array();
+    for (int k = 0; k < r->n_ops; k++) {
+        const op_row *o = &r->ops[k];
+        json_array_append_new(ops, json_pack("{s:s, s:s, s:i, s:f, s:f, s:f}", "op", o->op, "pass",
+                                             cg_pass_name(o->pass), "nodes", o->n_nodes, "us", o->us, "flops",
+                                             o->flops, "bytes", o->bytes));
+    }
+    return json_pack("{s:s, s:s, s:I, s:s, s:i, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:I, s:o}", "name",
+                     r->name, "dims", r->dims, "seq", (json_int_t)r->seq, "dtype", cg_dtype_name(r->dtype),
+                     "threads", cg_threads(), "fwd_us", r->us[CG_FORWARD], "bwd_us", backward_us(r),
+                     "optimize_us", r->us[CG_OPTIMIZE], "step_us", r->step_us, "flops", r->flops, "bytes",
+                     r->bytes, "gflops", gflops_of(r), "peak_share", gflops_of(r) / r->peak_gflops,
+                     "extra_peak_bytes", (json_int_t)r->extra_peak_bytes, "ops", ops);
+}
+
+static int print_json(const report *out) {
+    json_t *rows = json_array();
+    for (int i = 0; i < out->n_rows; i++) json_array_append_new(rows, row_json(&out->rows[i]));
+    json_t *root =
+        json_pack("{s:f, s:f, s:f, s:o}", "gemm_peak_gflops", out->gemm_gflops[0], "gemm_peak_gflops_f64",
+                  out->gemm_gflops[1], "memory_peak_gbytes", out->memory_gbytes, "rows", rows);
+    int failed = root ? json_dumpf(root, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(9)) : -1;
+    putchar('\n');
+    json_decref(root);
+    return failed ? CG_FAILED : 0;
+}
+
+/* ---- against an earlier measurement ---- */
+
+static json_t *load_old(const char *path, cg_error *error) {
+    json_error_t where;
+    json_t *root = json_load_file(path, 0, &where);
+    if (!root) {
+        cg_fail(error, CG_BAD_INPUT, "--compare: %s: %s", path, where.text);
+        return NULL;
+    }
+    json_t *rows = json_object_get(root, "rows");
+    bool ok = json_is_array(rows) && json_is_number(json_object_get(root, "gemm_peak_gflops"));
+    size_t i;
+    json_t *old;
+    json_array_foreach(rows, i, old) ok &=
+        json_is_string(json_object_get(old, "name")) && json_is_string(json_object_get(old, "dims")) &&
+        json_is_string(json_object_get(old, "dtype")) && json_is_integer(json_object_get(old, "seq")) &&
+        json_is_integer(json_object_get(old, "threads")) && json_is_number(json_object_get(old, "fwd_us")) &&
+        json_is_number(json_object_get(old, "bwd_us"));
+    if (ok) return root;
+    json_decref(root);
+    cg_fail(error, CG_BAD_INPUT, "--compare: %s is no output of csagrad bench --json", path);
+    return NULL;
+}
+
+static const json_t *find_old(const json_t *root, const row *r) {
+    size_t i;
+    json_t *old;
+    json_array_foreach(json_object_get(root, "rows"), i, old) {
+        if (!strcmp(json_string_value(json_object_get(old, "name")), r->name) &&
+            !strcmp(json_string_value(json_object_get(old, "dims")), r->dims) &&
+            !strcmp(json_string_value(json_object_get(old, "dtype")), cg_dtype_name(r->dtype)) &&
+            json_integer_value(json_object_get(old, "seq")) == r->seq &&
+            json_integer_value(json_object_get(old, "threads")) == cg_threads())
+            return old;
+    }
+    return NULL;
+}
+
+/* Times are put in units of the matrix product of their own run: on a busy or another machine both change alike. */
+static int print_comparison(const report *out, const json_t *old, double slower) {
+    double old_peak = json_number_value(json_object_get(old, "gemm_peak_gflops")),
+           clock = old_peak / out->gemm_gflops[0];
+    printf("\nAgainst the earlier run (matrix product then %.1f GFLOP/s, now %.1f); above 1: slower, in units "
+           "of it\n",
+           old_peak, out->gemm_gflops[0]);
+    table *t = table_new("llrlrrl");
+    static const char *const titles[] = {"part", "dims", "S", "dtype", "forward", "backward", ""};
+    for (size_t c = 0; c < sizeof titles / sizeof *titles; c++) table_cell(t, "%s", titles[c]);
+    int n_slower = 0, n_found = 0;
+    for (int i = 0; i < out->n_rows; i++) {
+        const row *r = &out->rows[i];
+        const json_t *was = find_old(old, r);
+        if (!was) continue;
+        double forward = r->us[CG_FORWARD] / json_number_value(json_object_get(was, "fwd_us")) / clock;
+        double backward = backward_us(r) / json_number_value(json_object_get(was, "bwd_us")) / clock;
+        bool is_slower = forward > slower || backward > slower;
+        n_found++;
+        n_slower += is_slower;
+        table_cell(t, "%s", r->name);
+        table_cell(t, "%s", r->dims);
+        table_cell(t, "%lld", (long long)r->seq);
+        table_cell(t, "%s", cg_dtype_name(r->dtype));
+        table_cell(t, "%.2f", forward);
+        table_cell(t, "%.2f", backward);
+        table_cell(t, "%s", is_slower ? "SLOWER" : "");
+    }
+    table_print(t);
+    printf("%d of %d rows have a counterpart, %d got slower by more than %.0f %%\n", n_found, out->n_rows,
+           n_slower, 100 * (slower - 1));
+    return n_slower ? CG_FAILED : 0;
+}
+
+int csagrad_bench(int argc, char **argv) {
+    arguments a = {0};
+    cg_error error = {0};
+    tool_parse(&argp, argc, argv, &a);
+    report out = {0};
+    json_t *old = NULL;
+    bool ok = read_arguments(&a, &error) && (!a.compare || (old = load_old(a.compare, &error)) != NULL);
+    ok = ok && measure_all(&a, &out, &error);
+    int code = 0;
+    if (!ok) {
+        code = tool_failed(argv[0], &error);
+    } else if (a.json) {
+        code = print_json(&out);
+    } else {
+        print_rows(&out);
+        for (int i = 0; a.ops && i < out.n_rows; i++) print_ops(&out, &out.rows[i]);
+    }
+    if (ok && old && !a.json) code = print_comparison(&out, old, a.slower);
+    json_decref(old);
+    report_free(&out);
+    return code;
+}
