@@ -81,7 +81,9 @@ static void build_part_graph(cg_step *step, const cg_config *c, int64_t n_segmen
     cg_scope_pop(g);
     cg_value *topk = NULL, *teacher = NULL;
     cg_indexer indexer = {0};
-    cg_scope_push(g, "layer0/attn/indexer");
+    cg_scope_push(g, "layer0");
+    cg_scope_push(g, "attn");
+    cg_scope_push(g, "indexer");
     if (indexes) {
         cg_value *q = wrt[n_wrt++] =
             input(g, "q", c->dtype, CG_SHAPE(T, c->index_n_heads, c->index_head_dim), true);
@@ -95,7 +97,6 @@ static void build_part_graph(cg_step *step, const cg_config *c, int64_t n_segmen
     if (!attends) teacher = input(g, "teacher", c->dtype, CG_SHAPE(T, K), false);
     cg_scope_pop(g);
     if (attends) {
-        cg_scope_push(g, "layer0/attn");
         cg_value *q = wrt[n_wrt++] = input(g, "q", c->dtype, CG_SHAPE(T, c->num_attention_heads, D), true);
         cg_value *kv = wrt[n_wrt++] = input(g, "kv", c->dtype, CG_SHAPE(T, D), true);
         cg_value *ckv = wrt[n_wrt++] = input(g, "ckv", c->dtype, CG_SHAPE(C, D), true);
@@ -106,15 +107,16 @@ static void build_part_graph(cg_step *step, const cg_config *c, int64_t n_segmen
         outputs[n_outputs] = cg_keep(attention.out);
         seeds[n_outputs++] = input(g, "dout", c->dtype, CG_SHAPE(T, c->num_attention_heads, D), false);
         if (!indexes) cg_keep(teacher);
-        cg_scope_pop(g);
     }
     if (indexes) {
-        cg_scope_push(g, "layer0/attn/indexer");
+        cg_scope_push(g, "indexer");
         cg_value *loss = cg_indexer_loss(g, &indexer, topk, teacher, rows, c->indexer_loss_coeff);
         cg_scope_pop(g);
         outputs[n_outputs] = cg_keep(loss);
         seeds[n_outputs++] = step->seed = input(g, "seed", c->dtype, CG_SHAPE(1), false);
     }
+    cg_scope_pop(g);
+    cg_scope_pop(g);
     cg_autodiff(g, outputs, seeds, n_outputs, wrt, n_wrt, step->grads);
     for (int i = 0; i < n_wrt; i++) cg_keep(step->grads[i]);
 }
@@ -281,16 +283,10 @@ static void fill_part(const cg_workload *w, const cg_step *step, cg_exec *exec) 
     const cg_graph *g = step->graph;
     const cg_config *c = &w->config;
     const double index_scale = 1 / sqrt((double)(c->index_n_heads * c->index_head_dim));
-    const struct {
-        const char *name;
-        double scale;
-    } normal[] = {
-        {"layer0/attn/indexer/q", 1}, {"layer0/attn/indexer/k", 1}, {"layer0/attn/indexer/w", index_scale},
-        {"layer0/attn/q", 1},         {"layer0/attn/kv", 1},        {"layer0/attn/ckv", 1},
-        {"layer0/attn/sink", 1},      {"layer0/attn/dout", 1}};
-    for (size_t i = 0; i < sizeof normal / sizeof *normal; i++) {
-        const cg_value *leaf = cg_leaf_find(g, normal[i].name);
-        if (leaf) fill_normal(w, exec, leaf, normal[i].scale);
+    for (int v = 0; v < g->n_values; v++) {
+        const cg_value *leaf = g->values[v];
+        if (!leaf->leaf || !cg_dtype_is_real(leaf->dtype)) continue;
+        fill_normal(w, exec, leaf, strcmp(leaf->name, "w") ? 1 : index_scale);
     }
     const cg_value *teacher = cg_leaf_find(g, "layer0/attn/indexer/teacher"),
                    *topk = cg_leaf_find(g, "layer0/attn/indexer/topk");
