@@ -38,6 +38,15 @@ static int64_t room_for_segments(const cg_workload *w) {
     return w->max_segments > n ? w->max_segments : n;
 }
 
+static int64_t longest_segment(const cg_workload *w) {
+    int64_t longest = 0;
+    for (int64_t b = 0; b < segment_count(w); b++) {
+        int64_t physical = segment_start(w, b + 1) - segment_start(w, b);
+        if (physical > longest) longest = physical;
+    }
+    return longest;
+}
+
 /* With segments, one sequence as long as all of them stands for the rows of the configuration. */
 static bool adopt_segments(const cg_workload *w, cg_config *config, cg_error *error) {
     *config = w->config;
@@ -170,6 +179,7 @@ bool cg_measure_plan(const cg_workload *w, cg_step *step, cg_measurement *out, c
     cg_config config;
     if (!adopt_segments(w, &config, error)) return false;
     cg_step_options how = {.max_segments = room_for_segments(w),
+                           .max_seqlen = longest_segment(w),
                            .attend_all = w->attend_all,
                            .keep_gradients = w->no_optimizer,
                            .no_optimizer = w->no_optimizer,

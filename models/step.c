@@ -79,7 +79,7 @@ bool cg_step_build(cg_step *step, const cg_config *config, const cg_step_options
     cg_policy policy;
     cg_dsv4_options model = {.n_rows = config->batch_size * config->seq_len,
                              .max_segments = options->max_segments,
-                             .max_seqlen = config->seq_len,
+                             .max_seqlen = options->max_seqlen ? options->max_seqlen : config->seq_len,
                              .with_loss = true,
                              .attend_all = options->attend_all,
                              .given_topk = options->given_topk};

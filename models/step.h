@@ -8,6 +8,7 @@
 
 typedef struct cg_step_options {
     int64_t max_segments;
+    int64_t max_seqlen;  /* no segment is longer; 0: seq_len */
     bool attend_all;     /* the indexer's warm-up: see cg_dsv4_options */
     bool given_topk;     /* selections are inputs: see cg_dsv4_options */
     bool keep_topk;      /* selections stay readable behind a run */

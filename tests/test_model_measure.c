@@ -323,6 +323,15 @@ START_TEST(what_a_step_holds) {
     w.attend_all = true;
     m = run(&w, 1);
     ck_assert_int_eq(m.measured_peak_bytes, m.planned_peak_bytes);
+    /* lists of all visible rows are as wide as the longest segment asks */
+    w.n_segments = 1;
+    w.cu_seqlens = (const int32_t[]){0, 288};
+    w.seqlens = (const int32_t[]){288};
+    ck_assert_int_gt(plan_of(&w).planned_peak_bytes, m.planned_peak_bytes);
+    w.n_segments = 2;
+    w.cu_seqlens = (const int32_t[]){0, 144, 288};
+    w.seqlens = (const int32_t[]){144, 144};
+    ck_assert_int_eq(plan_of(&w).planned_peak_bytes, m.planned_peak_bytes);
     w = small_step(CG_F32);
     w.config.accumulate = 2;
     m = run(&w, 1);
