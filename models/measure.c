@@ -173,6 +173,20 @@ static void count_flops(const cg_plan *plan, cg_measurement *out) {
     }
 }
 
+cg_measurement cg_measurement_planned(const cg_step *step) {
+    cg_measurement m = {.planned_peak_bytes = step->plan->peak_bytes,
+                        .floor_bytes = step->plan->floor_bytes,
+                        .n_clones = step->n_clones,
+                        .n_steps = step->plan->n_steps,
+                        .measured_peak_bytes = -1,
+                        .rss_peak_bytes = -1,
+                        .loss = NAN,
+                        .step_us = NAN};
+    count_storages(step->plan, &m);
+    count_flops(step->plan, &m);
+    return m;
+}
+
 bool cg_measure_plan(const cg_workload *w, cg_step *step, cg_measurement *out, cg_error *error) {
     memset(step, 0, sizeof *step);
     *out = (cg_measurement){.measured_peak_bytes = -1, .rss_peak_bytes = -1, .loss = NAN, .step_us = NAN};
@@ -187,12 +201,7 @@ bool cg_measure_plan(const cg_workload *w, cg_step *step, cg_measurement *out, c
     bool ok = w->part == CG_PART_STEP ? cg_step_build(step, &config, &how, error)
                                       : build_part(step, &config, w, &how.plan, error);
     if (!ok) return false;
-    out->planned_peak_bytes = step->plan->peak_bytes;
-    out->floor_bytes = step->plan->floor_bytes;
-    out->n_clones = step->n_clones;
-    out->n_steps = step->plan->n_steps;
-    count_storages(step->plan, out);
-    count_flops(step->plan, out);
+    *out = cg_measurement_planned(step);
     return true;
 }
 

@@ -50,6 +50,9 @@ typedef struct cg_measurement {
     int n_steps;
 } cg_measurement;
 
+/* The planned half, of a step that is built already; the measured half says that nothing ran. */
+cg_measurement cg_measurement_planned(const cg_step *step);
+
 /* Build and plan. Runs nothing, so sizes beyond the machine are fine. The step holds graph and plan for reports (of a
  * part: no model); free both in any case (cg_step_free, cg_measurement_free). */
 bool cg_measure_plan(const cg_workload *workload, cg_step *step, cg_measurement *out, cg_error *error);

@@ -170,7 +170,9 @@ START_TEST(train_two_steps) {
     snprintf(path, sizeof path, "%s/run/metrics.jsonl", folder);
     text = slurp(path);
     int n_lines = 0;
-    int64_t planned = 0;
+    static const char *const figures[] = {"planned_peak_bytes", "saved_bytes", "recomputed_bytes",
+                                          "workspace_bytes"};
+    int64_t planned = 0, at_the_end[4] = {0};
     for (char *line = strtok(text, "\n"); line; line = strtok(NULL, "\n"), n_lines++) {
         json_t *object = json_loads(line, JSON_REJECT_DUPLICATES, NULL);
         if (!json_is_object(object)) ck_abort_msg("no JSON object: %s", line);
@@ -178,11 +180,14 @@ START_TEST(train_two_steps) {
             planned = number(object, "planned_peak_bytes");
             ck_assert_int_eq(number(object, "measured_peak_bytes"), planned);
         }
+        for (int i = 0; i < 4 && json_object_get(object, "final"); i++)
+            at_the_end[i] = number(object, figures[i]);
         json_decref(object);
     }
     /* mem speaks of the very step that ran */
     json_t *root = good_json("mem --plan-only --seq 32 --batch 2 --seed 3 --policy stream --json");
-    ck_assert_int_eq(number(json_array_get(root, 0), "planned_peak_bytes"), planned);
+    ck_assert_int_eq(at_the_end[0], planned);
+    for (int i = 0; i < 4; i++) ck_assert_int_eq(number(json_array_get(root, 0), figures[i]), at_the_end[i]);
     json_decref(root);
     ck_assert_int_ge(n_lines, 3);
     free(text);

@@ -24,6 +24,7 @@
 #include "core/file.h"
 #include "core/process.h"
 #include "models/checkpoint.h"
+#include "models/measure.h"
 #include "models/trainer.h"
 #include "tools/options.h"
 #include "tools/run_log.h"
@@ -423,6 +424,10 @@ static void print_table(const run *r, const cg_evaluation *e) {
            (double)cg_trainer_measured_bytes(r->trainer) / 1048576);
     if (r->process_growth >= 0)
         printf(", and the process grew by %.2f MiB", (double)r->process_growth / 1048576);
+    const cg_measurement m = cg_measurement_planned(cg_trainer_graph(r->trainer));
+    printf("\n  kept for backward %.2f MiB, computed again %.2f MiB, workspace of a node at most %.2f MiB",
+           (double)m.saved_bytes / 1048576, (double)m.recomputed_bytes / 1048576,
+           (double)m.workspace_bytes / 1048576);
     if (r->options->verify_recompute && cg_trainer_steps(r->trainer) > r->started_step)
         printf("\n  recompute: %d nodes ran again in each step, with the same bits as their originals",
                cg_trainer_graph(r->trainer)->n_clones);
@@ -448,6 +453,10 @@ static json_t *final_json(const run *r, const cg_evaluation *e) {
     json_object_set_new(line, "measured_peak_bytes", json_integer(cg_trainer_measured_bytes(r->trainer)));
     if (r->options->verify_recompute)
         json_object_set_new(line, "verified_clones", json_integer(cg_trainer_graph(r->trainer)->n_clones));
+    const cg_measurement m = cg_measurement_planned(cg_trainer_graph(r->trainer));
+    json_object_set_new(line, "saved_bytes", json_integer(m.saved_bytes));
+    json_object_set_new(line, "recomputed_bytes", json_integer(m.recomputed_bytes));
+    json_object_set_new(line, "workspace_bytes", json_integer(m.workspace_bytes));
     json_object_set_new(line, "process_growth_bytes", known_bytes(r->process_growth));
     json_object_set_new(line, "process_peak_bytes", known_bytes(cg_process_peak_bytes()));
     json_object_set_new(line, "seconds", run_number(now_s() - r->started_s));
