@@ -37,6 +37,6 @@ template <typename T> bool argmax(const cg_run_args *args, cg_stream *stream) {
 
 extern "C" const cg_cuda_op cg_cuda_argmax = {
     .op = "argmax",
-    .variants = {{.name = "plain", .launch = {argmax<float>, argmax<double>}}},
+    .variants = {{.name = "plain", .launch = {argmax<float>, argmax<double>, nullptr, argmax<cg_bf16>}}},
     .describe = describe,
 };

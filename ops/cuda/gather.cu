@@ -54,12 +54,13 @@ template <typename T> bool gather_grad(const cg_run_args *args, cg_stream *strea
 
 extern "C" const cg_cuda_op cg_cuda_gather = {
     .op = "gather",
-    .variants = {{.name = "plain", .launch = {gather<float>, gather<double>}}},
+    .variants = {{.name = "plain", .launch = {gather<float>, gather<double>, nullptr, gather<cg_bf16>}}},
     .describe = describe,
 };
 
 extern "C" const cg_cuda_op cg_cuda_gather_grad = {
     .op = "gather_grad",
-    .variants = {{.name = "plain", .launch = {gather_grad<float>, gather_grad<double>}}},
+    .variants = {{.name = "plain",
+                  .launch = {gather_grad<float>, gather_grad<double>, nullptr, gather_grad<cg_bf16>}}},
     .describe = describe_grad,
 };

@@ -14,30 +14,38 @@ rows rows_of(const cg_shape *shape) {
     return {cg_shape_count(shape) / length, length};
 }
 
-/* ---- plain: a block takes a row at a time, in the memory of y, so each step is rounded to T ---- */
+/* ---- plain: a block takes a row at a time, in the workspace ---- */
 
-template <typename T> CG_GLOBAL void hadamard_kernel(const T *x, T *y, rows r, cg_sum_of<T> factor) {
+template <typename T>
+CG_GLOBAL void hadamard_kernel(const T *x, T *y, rows r, cg_sum_of<T> factor, cg_sum_of<T> *of_blocks) {
+    cg_sum_of<T> *row = of_blocks + blockIdx.x * r.length;
     for (int64_t t = blockIdx.x; t < r.n; t += gridDim.x) {
-        T *row = y + t * r.length;
-        for (int64_t j = threadIdx.x; j < r.length; j += THREADS)
-            row[j] = cg_down<T>(factor * cg_up(x[t * r.length + j]));
+        for (int64_t j = threadIdx.x; j < r.length; j += THREADS) row[j] = factor * cg_up(x[t * r.length + j]);
         for (int64_t step = 1; step < r.length; step *= 2) {
             __syncthreads();
             for (int64_t i = threadIdx.x; i < r.length / 2; i += THREADS) {
-                T *low = row + i / step * 2 * step + i % step, *high = low + step;
-                const cg_sum_of<T> a = cg_up(*low), b = cg_up(*high);
-                *low = cg_down<T>(a + b);
-                *high = cg_down<T>(a - b);
+                cg_sum_of<T> *low = row + i / step * 2 * step + i % step, a = *low, b = low[step];
+                *low = a + b;
+                low[step] = a - b;
             }
         }
         __syncthreads();
+        for (int64_t j = threadIdx.x; j < r.length; j += THREADS) y[t * r.length + j] = cg_down<T>(row[j]);
+        __syncthreads();
     }
+}
+
+size_t plain_workspace(const cg_node *node) {
+    const rows r = rows_of(&node->in[0]->shape);
+    return cg_blocks(r.n, 1) * (size_t)r.length *
+           (node->in[0]->dtype == CG_F64 ? sizeof(double) : sizeof(float));
 }
 
 template <typename T> bool hadamard_plain(const cg_run_args *args, cg_stream *stream) {
     const rows r = rows_of(&args->in[0].shape);
     return CG_LAUNCH(hadamard_kernel<T>, cg_blocks(r.n, 1), THREADS, 0, stream, (const T *)args->in[0].data,
-                     (T *)args->out[0].data, r, (cg_sum_of<T>)(1 / sqrt((double)r.length)));
+                     (T *)args->out[0].data, r, (cg_sum_of<T>)(1 / sqrt((double)r.length)),
+                     (cg_sum_of<T> *)args->workspace);
 }
 
 /* ---- fast: a warp takes EACH elements per lane, whole rows, in registers ----
@@ -107,6 +115,10 @@ template <typename T> bool hadamard_fast(const cg_run_args *args, cg_stream *str
 
 extern "C" const cg_cuda_op cg_cuda_hadamard = {
     .op = "hadamard",
-    .variants = {{.name = "plain", .launch = {hadamard_plain<float>, hadamard_plain<double>}},
-                 {.name = "fast", .launch = {hadamard_fast<float>, hadamard_fast<double>}, .fits = is_short}},
+    .variants = {{.name = "plain",
+                  .launch = {hadamard_plain<float>, hadamard_plain<double>, nullptr, hadamard_plain<cg_bf16>},
+                  .workspace = plain_workspace},
+                 {.name = "fast",
+                  .launch = {hadamard_fast<float>, hadamard_fast<double>, nullptr, hadamard_fast<cg_bf16>},
+                  .fits = is_short}},
 };

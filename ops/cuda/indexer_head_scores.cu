@@ -57,11 +57,13 @@ bool grad_fast(const cg_run_args *args, cg_stream *stream) {
 
 extern "C" const cg_cuda_op cg_cuda_indexer_head_scores = {
     .op = "indexer_head_scores",
-    .variants = {{.name = "plain", .launch = {scores_plain<float>, scores_plain<double>}}},
+    .variants = {{.name = "plain",
+                  .launch = {scores_plain<float>, scores_plain<double>, nullptr, scores_plain<cg_bf16>}}},
 };
 
 extern "C" const cg_cuda_op cg_cuda_indexer_head_scores_grad = {
     .op = "indexer_head_scores_grad",
-    .variants = {{.name = "plain", .launch = {grad_plain<float>, grad_plain<double>}},
-                 {.name = "fast", .launch = {grad_fast, grad_fast}, .workspace = grad_workspace}},
+    .variants =
+        {{.name = "plain", .launch = {grad_plain<float>, grad_plain<double>, nullptr, grad_plain<cg_bf16>}},
+         {.name = "fast", .launch = {grad_fast, grad_fast, nullptr, grad_fast}, .workspace = grad_workspace}},
 };

@@ -55,10 +55,11 @@ template <typename T> bool head_sum_grad(const cg_run_args *args, cg_stream *str
 
 extern "C" const cg_cuda_op cg_cuda_indexer_head_sum = {
     .op = "indexer_head_sum",
-    .variants = {{.name = "plain", .launch = {head_sum<float>, head_sum<double>}}},
+    .variants = {{.name = "plain", .launch = {head_sum<float>, head_sum<double>, nullptr, head_sum<cg_bf16>}}},
 };
 
 extern "C" const cg_cuda_op cg_cuda_indexer_head_sum_grad = {
     .op = "indexer_head_sum_grad",
-    .variants = {{.name = "plain", .launch = {head_sum_grad<float>, head_sum_grad<double>}}},
+    .variants = {{.name = "plain",
+                  .launch = {head_sum_grad<float>, head_sum_grad<double>, nullptr, head_sum_grad<cg_bf16>}}},
 };

@@ -155,14 +155,14 @@ template <typename T> bool plain_grad(const cg_run_args *args, cg_stream *stream
 
 extern "C" const cg_cuda_op cg_cuda_indexer_scores_at = {
     .op = "indexer_scores_at",
-    .variants = {{.name = "plain", .launch = {plain<float>, plain<double>}}},
+    .variants = {{.name = "plain", .launch = {plain<float>, plain<double>, nullptr, plain<cg_bf16>}}},
     .describe = describe,
 };
 
 extern "C" const cg_cuda_op cg_cuda_indexer_scores_at_grad = {
     .op = "indexer_scores_at_grad",
     .variants = {{.name = "plain",
-                  .launch = {plain_grad<float>, plain_grad<double>},
+                  .launch = {plain_grad<float>, plain_grad<double>, nullptr, plain_grad<cg_bf16>},
                   .workspace = plain_grad_workspace}},
     .describe = describe,
 };

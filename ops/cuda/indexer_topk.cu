@@ -64,6 +64,8 @@ template <typename T> bool plain(const cg_run_args *args, cg_stream *stream) {
 
 extern "C" const cg_cuda_op cg_cuda_indexer_topk = {
     .op = "indexer_topk",
-    .variants = {{.name = "plain", .launch = {plain<float>, plain<double>}, .workspace = plain_workspace}},
+    .variants = {{.name = "plain",
+                  .launch = {plain<float>, plain<double>, nullptr, plain<cg_bf16>},
+                  .workspace = plain_workspace}},
     .describe = describe,
 };

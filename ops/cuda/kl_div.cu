@@ -59,12 +59,14 @@ template <typename T> bool kl_div_grad(const cg_run_args *args, cg_stream *strea
 
 extern "C" const cg_cuda_op cg_cuda_kl_div = {
     .op = "kl_div",
-    .variants = {{.name = "plain", .launch = {kl_div<float>, kl_div<double>}, .workspace = loss_workspace}},
+    .variants = {{.name = "plain",
+                  .launch = {kl_div<float>, kl_div<double>, nullptr, kl_div<cg_bf16>},
+                  .workspace = loss_workspace}},
 };
 
 extern "C" const cg_cuda_op cg_cuda_kl_div_grad = {
     .op = "kl_div_grad",
     .variants = {{.name = "plain",
-                  .launch = {kl_div_grad<float>, kl_div_grad<double>},
+                  .launch = {kl_div_grad<float>, kl_div_grad<double>, nullptr, kl_div_grad<cg_bf16>},
                   .workspace = loss_workspace}},
 };

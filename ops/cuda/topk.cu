@@ -36,6 +36,7 @@ template <typename T> bool topk_plain(const cg_run_args *args, cg_stream *stream
 
 extern "C" const cg_cuda_op cg_cuda_topk = {
     .op = "topk",
-    .variants = {{.name = "plain", .launch = {topk_plain<float>, topk_plain<double>}}},
+    .variants = {{.name = "plain",
+                  .launch = {topk_plain<float>, topk_plain<double>, nullptr, topk_plain<cg_bf16>}}},
     .describe = describe,
 };
