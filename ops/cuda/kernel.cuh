@@ -112,6 +112,7 @@ CG_DEVICE float cg_log(float x) { return logf(x); }
 CG_DEVICE double cg_log(double x) { return log(x); }
 CG_DEVICE float cg_log1p(float x) { return log1pf(x); }
 CG_DEVICE double cg_log1p(double x) { return log1p(x); }
+CG_DEVICE double cg_pow(double x, double y) { return pow(x, y); }
 CG_DEVICE float cg_sqrt(float x) { return sqrtf(x); }
 CG_DEVICE double cg_sqrt(double x) { return sqrt(x); }
 CG_DEVICE float cg_fma(float a, float b, float c) { return fmaf(a, b, c); }
