@@ -269,6 +269,18 @@ static const cg_case indexer_dense_loss_cases[] = {
 
 static const cg_case indexer_dense_loss_grad_cases[] = {
     {.name = "full", .in = {{.shape = CG_DIMS(1)}, INDEX_8, MAIN_8, LSE_8, ABSENT, ROWS_8}, .attr = FULL},
+    {.name = "row outside",
+     .in = {{.shape = CG_DIMS(1)},
+            {.shape = CG_DIMS(1, 1, 1)},
+            {.shape = CG_DIMS(1, 1)},
+            {.shape = CG_DIMS(2, 1)},
+            {.shape = CG_DIMS(1, 1, 2)},
+            {.shape = CG_DIMS(2, 2)},
+            {.shape = CG_DIMS(1, 1)},
+            ABSENT,
+            {.shape = CG_DIMS(1, 5), .i32 = (int32_t[]){0, 9, 1, 2, 1}}},
+     .attr = FULL,
+     .run_error = "row 0 sees 2 compressed rows from 1 on, but there are 2"},
     {.name = "two losses",
      .in = {{.shape = CG_DIMS(2)}, INDEX_8, MAIN_8, LSE_8, ABSENT, ROWS_8},
      .attr = FULL,

@@ -141,8 +141,8 @@ CG_DEVICE void add_weighted_keys(const attention<T> &a, const row_keys<T> &keys,
 /* Window and chosen rows are summed apart, each relative to its own largest logit, so that both log-sums are exact
  * however far apart they lie. share, top: of the teacher, NULL when none is wanted. */
 template <typename T>
-CG_GLOBAL void attention_kernel(attention<T> a, T *out, T *lse, T *window_lse, cg_teacher teacher,
-                                double *share, cg_sum_of<T> *top) {
+CG_GLOBAL void attention_kernel(attention<T> a, T *out, cg_sum_of<T> *lse, cg_sum_of<T> *window_lse,
+                                cg_teacher teacher, double *share, cg_sum_of<T> *top) {
     typedef cg_sum_of<T> S;
     CG_SHARED(S[WARPS][CG_WARP], weights);
     const int64_t lane = threadIdx.x % CG_WARP, warp = threadIdx.x / CG_WARP;
@@ -176,8 +176,8 @@ CG_GLOBAL void attention_kernel(attention<T> a, T *out, T *lse, T *window_lse, c
                 if (d < a.D) out[i * a.D + d] = cg_down<T>(all.sum == 0 ? (S)0 : both / all.sum);
             }
             if (lane == 0 && d0 == 0) {
-                lse[i] = cg_down<T>(log_of(all));
-                window_lse[i] = cg_down<T>(log_of(part[0]));
+                lse[i] = log_of(all);
+                window_lse[i] = log_of(part[0]);
                 if (share) {
                     const double rest = teacher == CG_TEACHER_FULL
                                             ? (double)part[0].top + log((double)part[0].sum)
@@ -193,10 +193,12 @@ CG_GLOBAL void attention_kernel(attention<T> a, T *out, T *lse, T *window_lse, c
 }
 
 template <typename T>
-CG_GLOBAL void teacher_kernel(attention<T> a, const double *share, const cg_sum_of<T> *top, T *teacher) {
+CG_GLOBAL void teacher_kernel(attention<T> a, const double *share, const cg_sum_of<T> *top,
+                              cg_sum_of<T> *teacher) {
     for (int64_t t = blockIdx.x; t < a.T_; t += gridDim.x)
-        teach_row(a.q + t * a.H * a.D, a.ckv, listed_keys{a.topk + t * a.K, a.K, a.C}, share + t * a.H,
-                  top + t * a.H, a.H, a.D, a.scale, teacher + t * a.K);
+        teach_row(a.q + t * a.H * a.D, a.ckv, listed_keys{a.topk + t * a.K, a.K, a.C},
+                  teacher_heads<cg_sum_of<T>>(share + t * a.H, top + t * a.H, a.H), a.H, a.D, a.scale,
+                  teacher + t * a.K);
 }
 
 size_t sum_bytes(const cg_node *node) { return node->in[Q]->dtype == CG_F64 ? sizeof(double) : sizeof(float); }
@@ -208,6 +210,7 @@ size_t attention_workspace(const cg_node *node) {
 }
 
 template <typename T> bool csa_attention(const cg_run_args *args, cg_stream *stream) {
+    typedef cg_sum_of<T> S;
     const attention<T> a = attention_of<T>(args);
     const cg_teacher mode = ((const csa_attention_attr *)args->attr)->teacher;
     const bool taught = mode != CG_TEACHER_NONE;
@@ -216,10 +219,10 @@ template <typename T> bool csa_attention(const cg_run_args *args, cg_stream *str
         (cg_sum_of<T> *)((char *)args->workspace + cg_piece((size_t)(a.T_ * a.H) * sizeof(double)));
     return check_rows(args, stream) &&
            CG_LAUNCH(attention_kernel<T>, cg_blocks(a.T_ * a.H, WARPS), THREADS, 0, stream, a,
-                     (T *)args->out[0].data, (T *)args->out[1].data, (T *)args->out[2].data, mode, share,
+                     (T *)args->out[0].data, (S *)args->out[1].data, (S *)args->out[2].data, mode, share,
                      top) &&
            (!taught || CG_LAUNCH(teacher_kernel<T>, cg_blocks(a.T_, 1), THREADS, 0, stream, a, share, top,
-                                 (T *)args->out[3].data));
+                                 (S *)args->out[3].data));
 }
 
 /* ---- backward ----
@@ -238,8 +241,8 @@ template <typename T> CG_GLOBAL void live_rows_kernel(const T *dout, int64_t T_,
 
 /* dq, and delta[t,h] = sum_j p_j dout.key_j: a warp per row and head, a key per lane. */
 template <typename T>
-CG_GLOBAL void query_grad_kernel(attention<T> a, const T *lse, const T *dout, const int32_t *live, T *dq,
-                                 cg_sum_of<T> *delta) {
+CG_GLOBAL void query_grad_kernel(attention<T> a, const cg_sum_of<T> *lse, const T *dout, const int32_t *live,
+                                 T *dq, cg_sum_of<T> *delta) {
     typedef cg_sum_of<T> S;
     CG_SHARED(S[WARPS][CG_WARP], weights);
     const int64_t lane = threadIdx.x % CG_WARP, warp = threadIdx.x / CG_WARP;
@@ -249,8 +252,7 @@ CG_GLOBAL void query_grad_kernel(attention<T> a, const T *lse, const T *dout, co
         const T *q = a.q + i * a.D, *g = dout + i * a.D;
         S s = 0;
         for (int64_t k = lane; k < n; k += CG_WARP)
-            if (const T *key = keys[k])
-                s += cg_exp(a.scale * dot(q, key, a.D) - cg_up(lse[i])) * dot(g, key, a.D);
+            if (const T *key = keys[k]) s += cg_exp(a.scale * dot(q, key, a.D) - lse[i]) * dot(g, key, a.D);
         s = cg_warp_sum(s);
         if (lane == 0) delta[i] = s;
         for (int64_t d0 = 0; d0 < a.D; d0 += PASS) {
@@ -258,7 +260,7 @@ CG_GLOBAL void query_grad_kernel(attention<T> a, const T *lse, const T *dout, co
             for (int64_t first = 0; first < n; first += CG_WARP) {
                 const T *key = keys[first + lane];
                 S dx = 0;
-                if (key) dx = cg_exp(a.scale * dot(q, key, a.D) - cg_up(lse[i])) * (dot(g, key, a.D) - s);
+                if (key) dx = cg_exp(a.scale * dot(q, key, a.D) - lse[i]) * (dot(g, key, a.D) - s);
                 add_weighted_keys(a, keys, first, dx, d0, weights[warp], sum);
             }
             for (int c = 0; c < LANE_COLUMNS; c++) {
@@ -271,14 +273,13 @@ CG_GLOBAL void query_grad_kernel(attention<T> a, const T *lse, const T *dout, co
 
 /* dsink[h] = - sum_t exp(sink - lse) delta: a block per head. */
 template <typename T>
-CG_GLOBAL void sink_grad_kernel(attention<T> a, const T *lse, const int32_t *live, const cg_sum_of<T> *delta,
-                                T *dsink) {
+CG_GLOBAL void sink_grad_kernel(attention<T> a, const cg_sum_of<T> *lse, const int32_t *live,
+                                const cg_sum_of<T> *delta, T *dsink) {
     for (int64_t h = blockIdx.x; h < a.H; h += gridDim.x) {
         double sum = 0;
         for (int64_t t = threadIdx.x; t < a.T_; t += THREADS)
             if (live[t])
-                sum -= exp((double)cg_up(a.sink[h]) - (double)cg_up(lse[t * a.H + h])) *
-                       (double)delta[t * a.H + h];
+                sum -= exp((double)cg_up(a.sink[h]) - (double)lse[t * a.H + h]) * (double)delta[t * a.H + h];
         sum = cg_block_sum(sum);
         if (threadIdx.x == 0) dsink[h] = cg_down<T>((cg_sum_of<T>)sum);
     }
@@ -304,7 +305,7 @@ struct chosen_readers {
 /* dkey = sum over the rows that read it, and heads, of p dout + dx q: a block per key. First each thread has a pair of
  * row and head and finds p and dx, then each has columns and adds the pairs up in order. */
 template <typename T, typename Readers>
-CG_DEVICE void key_grad(const attention<T> &a, const T *lse, const T *dout, const int32_t *live,
+CG_DEVICE void key_grad(const attention<T> &a, const cg_sum_of<T> *lse, const T *dout, const int32_t *live,
                         const cg_sum_of<T> *delta, const T *key, const Readers &readers, T *dkey) {
     typedef cg_sum_of<T> S;
     CG_SHARED(S[THREADS], weight);
@@ -320,7 +321,7 @@ CG_DEVICE void key_grad(const attention<T> &a, const T *lse, const T *dout, cons
             __syncthreads();
             pair[threadIdx.x] = i;
             if (i >= 0) {
-                const S p = cg_exp(a.scale * dot(a.q + i * a.D, key, a.D) - cg_up(lse[i]));
+                const S p = cg_exp(a.scale * dot(a.q + i * a.D, key, a.D) - lse[i]);
                 weight[threadIdx.x] = p;
                 dlogit[threadIdx.x] = a.scale * p * (dot(dout + i * a.D, key, a.D) - delta[i]);
             }
@@ -342,7 +343,7 @@ CG_DEVICE void key_grad(const attention<T> &a, const T *lse, const T *dout, cons
 }
 
 template <typename T>
-CG_GLOBAL void window_grad_kernel(attention<T> a, const T *lse, const T *dout, const int32_t *live,
+CG_GLOBAL void window_grad_kernel(attention<T> a, const cg_sum_of<T> *lse, const T *dout, const int32_t *live,
                                   const cg_sum_of<T> *delta, T *dkv) {
     for (int64_t j = blockIdx.x; j < a.T_; j += gridDim.x)
         key_grad(a, lse, dout, live, delta, a.kv + j * a.D, window_readers{a.rows, j, a.T_, a.W},
@@ -350,7 +351,7 @@ CG_GLOBAL void window_grad_kernel(attention<T> a, const T *lse, const T *dout, c
 }
 
 template <typename T>
-CG_GLOBAL void chosen_grad_kernel(attention<T> a, const T *lse, const T *dout, const int32_t *live,
+CG_GLOBAL void chosen_grad_kernel(attention<T> a, const cg_sum_of<T> *lse, const T *dout, const int32_t *live,
                                   const cg_sum_of<T> *delta, const int64_t *start, const int32_t *reader,
                                   T *dckv) {
     for (int64_t j = blockIdx.x; j < a.C; j += gridDim.x)
@@ -381,7 +382,8 @@ size_t attention_grad_workspace(const cg_node *node) {
 template <typename T> bool csa_attention_grad(const cg_run_args *args, cg_stream *stream) {
     typedef cg_sum_of<T> S;
     const attention<T> a = attention_of<T>(args);
-    const T *lse = (const T *)args->in[LSE].data, *dout = (const T *)args->in[DOUT].data;
+    const S *lse = (const S *)args->in[LSE].data;
+    const T *dout = (const T *)args->in[DOUT].data;
     const grad_scratch s(args->workspace, a.T_, a.H, a.C, a.K, sizeof(S));
     S *delta = (S *)s.delta;
     bool ok =

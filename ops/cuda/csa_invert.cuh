@@ -8,20 +8,9 @@
 #ifndef CG_OPS_CUDA_CSA_INVERT_CUH
 #define CG_OPS_CUDA_CSA_INVERT_CUH
 
-#include "ops/cuda/reduce.cuh"
+#include "ops/cuda/carver.cuh"
 
 namespace {
-
-/* Workspace in aligned pieces: counted with base NULL, handed out by the same calls in the launch function. */
-struct carver {
-    char *base;
-    size_t used;
-    void *carve(size_t bytes) {
-        void *piece = base ? base + used : nullptr;
-        used += cg_piece(bytes);
-        return piece;
-    }
-};
 
 struct inversion {
     int64_t T, K, C, parts;

@@ -60,27 +60,61 @@ struct listed_keys {
     CG_MEMBER int64_t operator[](int64_t k) const { return index[k] >= 0 && index[k] < C ? index[k] : -1; }
 };
 
-/* One row's teacher over its keys, by a whole block: q [H, D], share and top [H] -> teacher [n]. Shares are taken
- * relative to the largest: the sum that is divided away is at least 1. */
+/* n keys from `first` on. */
+struct key_range {
+    int64_t first, n;
+    CG_MEMBER int64_t operator[](int64_t k) const { return first + k; }
+};
+
+/* Log-sum of a head's logits over its keys, by a warp, a key per lane: q [D]. */
 template <typename T, typename Keys>
-CG_DEVICE void teach_row(const T *q, const T *ckv, Keys keys, const double *share, const cg_sum_of<T> *top,
-                         int64_t H, int64_t D, cg_sum_of<T> scale, T *teacher) {
+CG_DEVICE log_sum<cg_sum_of<T>> head_log_sum(const T *q, const T *ckv, Keys keys, int64_t D,
+                                             cg_sum_of<T> scale) {
     typedef cg_sum_of<T> S;
-    double largest = -cg_infinity<double>;
-    for (int64_t h = 0; h < H; h++) largest = share[h] > largest ? share[h] : largest;
+    log_sum<S> mine = log_sum_of(-cg_infinity<S>);
+    for (int64_t k = threadIdx.x % CG_WARP; k < keys.n; k += CG_WARP)
+        if (keys[k] >= 0) mine = log_sum_plus(mine, log_sum_of(scale * dot(q, ckv + keys[k] * D, D)));
+    return warp_log_sum(mine);
+}
+
+/* What a row's heads bring to its teacher: share and top [H], and the largest share. Shares are taken relative to it: a
+ * sum of masses that is divided away is at least 1. */
+template <typename S> struct teacher_heads {
+    const double *share;
+    const S *top;
+    double largest;
+    CG_MEMBER teacher_heads(const double *shares, const S *tops, int64_t H)
+        : share(shares), top(tops), largest(-cg_infinity<double>) {
+        for (int64_t h = 0; h < H; h++) largest = share[h] > largest ? share[h] : largest;
+    }
+    /* What head h adds to the mass of a key with logit x. */
+    CG_MEMBER S mass(int64_t h, S x) const { return cg_exp(x - top[h] + (S)(share[h] - largest)); }
+};
+
+/* The mass of a key over all heads: q [H, D]. */
+template <typename T>
+CG_DEVICE cg_sum_of<T> key_mass(const T *q, const T *key, const teacher_heads<cg_sum_of<T>> &heads, int64_t H,
+                                int64_t D, cg_sum_of<T> scale) {
+    cg_sum_of<T> mass = 0;
+    for (int64_t h = 0; h < H; h++) mass += heads.mass(h, scale * dot(q + h * D, key, D));
+    return mass;
+}
+
+/* One row's teacher over its keys, by a whole block: q [H, D] -> teacher [n]. */
+template <typename T, typename Keys>
+CG_DEVICE void teach_row(const T *q, const T *ckv, Keys keys, const teacher_heads<cg_sum_of<T>> &heads,
+                         int64_t H, int64_t D, cg_sum_of<T> scale, cg_sum_of<T> *teacher) {
+    typedef cg_sum_of<T> S;
     double sum = 0;
     for (int64_t k = threadIdx.x; k < keys.n; k += blockDim.x) {
         const int64_t j = keys[k];
-        S mass = 0;
-        for (int64_t h = 0; j >= 0 && h < H; h++)
-            mass += cg_exp(scale * dot(q + h * D, ckv + j * D, D) - top[h] + (S)(share[h] - largest));
-        teacher[k] = cg_down<T>(mass);
+        const S mass = j >= 0 ? key_mass(q, ckv + j * D, heads, H, D, scale) : (S)0;
+        teacher[k] = mass;
         sum += (double)mass;
     }
     sum = cg_block_sum(sum);
     if (sum == 0) return; /* no key */
-    for (int64_t k = threadIdx.x; k < keys.n; k += blockDim.x)
-        teacher[k] = cg_down<T>(cg_up(teacher[k]) * (S)(1 / sum));
+    for (int64_t k = threadIdx.x; k < keys.n; k += blockDim.x) teacher[k] *= (S)(1 / sum);
 }
 
 } // namespace

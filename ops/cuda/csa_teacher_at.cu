@@ -25,34 +25,31 @@ void describe(const cg_run_args *args, const cg_device_fault *fault, cg_error *e
 
 /* Top and share of every head and row: a warp each, a key per lane. */
 template <typename T>
-CG_GLOBAL void teacher_shares_kernel(const T *q, const T *ckv, const int32_t *index, const T *window_lse,
-                                     const T *sink, sizes z, cg_sum_of<T> scale, double *share,
-                                     cg_sum_of<T> *top) {
+CG_GLOBAL void teacher_shares_kernel(const T *q, const T *ckv, const int32_t *index,
+                                     const cg_sum_of<T> *window_lse, const T *sink, sizes z, cg_sum_of<T> scale,
+                                     double *share, cg_sum_of<T> *top) {
     typedef cg_sum_of<T> S;
-    const int64_t lane = threadIdx.x % CG_WARP, warps = (int64_t)gridDim.x * WARPS;
+    const int64_t warps = (int64_t)gridDim.x * WARPS;
     for (int64_t i = (int64_t)blockIdx.x * WARPS + threadIdx.x / CG_WARP; i < z.T * z.H; i += warps) {
         const int64_t t = i / z.H, h = i % z.H;
         const listed_keys keys = {index + t * z.N, z.N, z.C};
-        log_sum<S> mine = log_sum_of(-cg_infinity<S>);
-        for (int64_t k = lane; k < z.N; k += CG_WARP)
-            if (keys[k] >= 0)
-                mine = log_sum_plus(mine, log_sum_of(scale * dot(q + i * z.D, ckv + keys[k] * z.D, z.D)));
-        mine = warp_log_sum(mine);
-        if (lane) continue;
-        const double rest = window_lse ? (double)cg_up(window_lse[i])
+        const log_sum<S> all = head_log_sum(q + i * z.D, ckv, keys, z.D, scale);
+        if (threadIdx.x % CG_WARP) continue;
+        const double rest = window_lse ? (double)window_lse[i]
                             : sink     ? (double)cg_up(sink[h])
                                        : -cg_infinity<double>;
-        share[i] = teacher_share(mine, rest);
-        top[i] = mine.top;
+        share[i] = teacher_share(all, rest);
+        top[i] = all.top;
     }
 }
 
 template <typename T>
 CG_GLOBAL void teacher_kernel(const T *q, const T *ckv, const int32_t *index, sizes z, cg_sum_of<T> scale,
-                              const double *share, const cg_sum_of<T> *top, T *teacher) {
+                              const double *share, const cg_sum_of<T> *top, cg_sum_of<T> *teacher) {
     for (int64_t t = blockIdx.x; t < z.T; t += gridDim.x)
-        teach_row(q + t * z.H * z.D, ckv, listed_keys{index + t * z.N, z.N, z.C}, share + t * z.H,
-                  top + t * z.H, z.H, z.D, scale, teacher + t * z.N);
+        teach_row(q + t * z.H * z.D, ckv, listed_keys{index + t * z.N, z.N, z.C},
+                  teacher_heads<cg_sum_of<T>>(share + t * z.H, top + t * z.H, z.H), z.H, z.D, scale,
+                  teacher + t * z.N);
 }
 
 size_t workspace(const cg_node *node) {
@@ -76,9 +73,9 @@ template <typename T> bool csa_teacher_at(const cg_run_args *args, cg_stream *st
     S *top = (S *)((char *)args->workspace + cg_piece((size_t)(z.T * z.H) * sizeof(double)));
     return CG_LAUNCH(check_index_kernel, cg_blocks(z.T * z.N, 256), 256, 0, stream, index, z, args->fault) &&
            CG_LAUNCH(teacher_shares_kernel<T>, cg_blocks(z.T * z.H, WARPS), THREADS, 0, stream, q, ckv, index,
-                     (const T *)in[WINDOW_LSE].data, (const T *)in[SINK].data, z, scale, share, top) &&
+                     (const S *)in[WINDOW_LSE].data, (const T *)in[SINK].data, z, scale, share, top) &&
            CG_LAUNCH(teacher_kernel<T>, cg_blocks(z.T, 1), THREADS, 0, stream, q, ckv, index, z, scale, share,
-                     top, (T *)args->out[0].data);
+                     top, (S *)args->out[0].data);
 }
 
 } // namespace
