@@ -340,15 +340,43 @@ void *cg_exec_data(const cg_exec *exec, const cg_value *value) {
     return exec->device ? NULL : data;
 }
 
-void cg_exec_write(cg_exec *exec, const cg_value *value, const void *data) {
+void cg_exec_write_part(cg_exec *exec, const cg_value *value, int64_t first, int64_t n, const void *data) {
     char *to = callers_data(exec, value);
-    if (to) copy_in(exec, to, data, (size_t)cg_tensor_bytes(value->dtype, &value->shape), &exec->failure);
+    size_t element = cg_dtype_bytes(value->dtype);
+    if (to) copy_in(exec, to + (size_t)first * element, data, (size_t)n * element, &exec->failure);
+}
+
+void cg_exec_read_part(cg_exec *exec, const cg_value *value, int64_t first, int64_t n, void *data) {
+    const char *from = callers_data(exec, value);
+    size_t element = cg_dtype_bytes(value->dtype), bytes = (size_t)n * element;
+    if (from && !copy_out(exec, data, from + (size_t)first * element, bytes, &exec->failure))
+        memset(data, 0xff, bytes);
+}
+
+void cg_exec_write(cg_exec *exec, const cg_value *value, const void *data) {
+    cg_exec_write_part(exec, value, 0, cg_shape_count(&value->shape), data);
 }
 
 void cg_exec_read(cg_exec *exec, const cg_value *value, void *data) {
-    const char *from = callers_data(exec, value);
-    size_t bytes = (size_t)cg_tensor_bytes(value->dtype, &value->shape);
-    if (from && !copy_out(exec, data, from, bytes, &exec->failure)) memset(data, 0xff, bytes);
+    cg_exec_read_part(exec, value, 0, cg_shape_count(&value->shape), data);
+}
+
+void *cg_exec_fill(cg_exec *exec, const cg_value *leaf) {
+    char *data = callers_data(exec, leaf);
+    if (!exec->device || !data) return data;
+    size_t bytes = (size_t)cg_tensor_bytes(leaf->dtype, &leaf->shape);
+    void *copy = malloc(bytes + 1);
+    if (copy)
+        cg_exec_read(exec, leaf, copy);
+    else
+        cg_fail(&exec->failure, CG_FAILED, "out of memory for a copy of %s, %zu bytes", leaf->name, bytes);
+    return copy;
+}
+
+void cg_exec_filled(cg_exec *exec, const cg_value *leaf, void *data) {
+    if (!exec->device || !data) return;
+    cg_exec_write(exec, leaf, data);
+    free(data);
 }
 
 enum { CHUNK = 1024 };
@@ -583,7 +611,6 @@ static bool run_queued(cg_exec *exec, unsigned passes, cg_error *error) {
 /* The optimizer starts when everything before it is known to be fine. */
 static bool run_on_device(cg_exec *exec, unsigned passes, cg_error *error) {
     const unsigned optimize = CG_PASS_BIT(CG_OPTIMIZE);
-    if (exec->failure.code) return cg_fail(error, exec->failure.code, "%s", exec->failure.text);
     return (!(passes & CG_ALL_PASSES & ~optimize) || run_queued(exec, passes & ~optimize, error)) &&
            (!(passes & optimize) || run_queued(exec, passes & (optimize | CG_HOLD_CHOICES), error));
 }
@@ -591,6 +618,7 @@ static bool run_on_device(cg_exec *exec, unsigned passes, cg_error *error) {
 bool cg_exec_run(cg_exec *exec, unsigned passes, cg_error *error) {
     const cg_plan *plan = exec->plan;
     if (passes & CG_PASS_BIT(CG_BACKWARD)) passes |= CG_PASS_BIT(CG_RECOMPUTE); /* it reads the clones */
+    if (exec->failure.code) return cg_fail(error, exec->failure.code, "%s", exec->failure.text);
     if (!has_forward(exec, passes, error)) return false;
     exec->forward_ran = false;
     if (exec->options.separate) /* what an earlier run left and this one makes again is not alive until then */

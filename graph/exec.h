@@ -30,15 +30,22 @@ void cg_exec_free(cg_exec *exec);
 void cg_exec_bind(cg_exec *exec, const cg_value *leaf, void *data);
 void cg_exec_bind_value(cg_exec *exec, const cg_value *leaf, const cg_exec *lender, const cg_value *value);
 
-/* Copy a whole leaf in, or a leaf or kept value out; nothing happens where the plan does not hold it. The other four
- * speak of real elements as doubles: n of them from number `first` on, or one. On a device that fails, the first failure
+/* Copy a whole leaf in, or a leaf or kept value out, or n elements from number `first` on; nothing happens where the plan
+ * does not hold it. The last four speak of real elements as doubles. On a device that fails, the first failure
  * stays, what is read is NaN or all bits set, and the next run fails with the sentence. */
 void cg_exec_write(cg_exec *exec, const cg_value *value, const void *data);
 void cg_exec_read(cg_exec *exec, const cg_value *value, void *data);
+void cg_exec_write_part(cg_exec *exec, const cg_value *value, int64_t first, int64_t n, const void *data);
+void cg_exec_read_part(cg_exec *exec, const cg_value *value, int64_t first, int64_t n, void *data);
 void cg_exec_write_real(cg_exec *exec, const cg_value *value, int64_t first, int64_t n, const double *x);
 void cg_exec_read_real(cg_exec *exec, const cg_value *value, int64_t first, int64_t n, double *x);
 void cg_exec_set(cg_exec *exec, const cg_value *value, int64_t i, double x);
 double cg_exec_get(cg_exec *exec, const cg_value *value, int64_t i);
+
+/* Memory to fill a whole leaf in, with its bytes at hand: on the CPU its own, for a device a copy that cg_exec_filled sends
+ * there. NULL for what the plan does not hold, and when memory is out; the next run says so. */
+void *cg_exec_fill(cg_exec *exec, const cg_value *leaf);
+void cg_exec_filled(cg_exec *exec, const cg_value *leaf, void *data);
 
 /* On the CPU, the memory of a leaf, or of a kept value after a run. NULL for what the plan does not hold, and on a
  * device. */

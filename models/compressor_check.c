@@ -169,10 +169,9 @@ static cg_value *leaf(cg_graph *graph, const char *name, cg_leaf_kind kind, int6
     return cg_leaf(graph, kind, name, CG_F64, CG_SHAPE(rows, columns));
 }
 
-static void fill(const cg_exec *exec, const cg_value *value, const cg_tensor *from, int64_t S, int64_t B) {
-    double *data = cg_exec_data(exec, value);
+static void fill(cg_exec *exec, const cg_value *value, const cg_tensor *from, int64_t S, int64_t B) {
     for (int64_t i = 0; i < cg_shape_count(&value->shape); i++)
-        data[i] = packed_get(from, S, B, value->shape.dims[1], i);
+        cg_exec_set(exec, value, i, packed_get(from, S, B, value->shape.dims[1], i));
 }
 
 static bool check_group(group *g, double tolerance, cg_compressor_quantity *quantities, int *n,
@@ -195,7 +194,7 @@ static bool check_group(group *g, double tolerance, cg_compressor_quantity *quan
     bool ok = exec != NULL;
     if (ok) {
         int64_t keys = g->packed ? g->C : g->keys, batch = g->packed ? 1 : g->B;
-        memcpy(cg_exec_data(exec, cu), g->cu_seqlens, ((size_t)g->n_segments + 1) * sizeof *g->cu_seqlens);
+        cg_exec_write(exec, cu, g->cu_seqlens);
         fill(exec, wrt[0], part(g, "in.kv"), g->S, g->B);
         fill(exec, wrt[1], part(g, gate_name), g->S, g->B);
         fill(exec, wrt[2], part(g, "in.ape"), g->ratio, 1);

@@ -286,17 +286,18 @@ const char *cg_param_name(const cg_value *value, char *text, size_t text_bytes) 
     return text;
 }
 
-void cg_param_init(const cg_dsv4_param *p, const cg_config *config, void *data) {
+void cg_param_init(const cg_dsv4_param *p, const cg_config *config, cg_exec *exec) {
+    enum { CHUNK = 1024 };
     char name[256];
+    double x[CHUNK];
     uint64_t stream = cg_random_stream(cg_param_name(p->value, name, sizeof name));
-    int64_t n = cg_shape_count(&p->value->shape);
-    for (int64_t i = 0; i < n; i++) {
-        double x = p->init == CG_INIT_ONES ? 1 : 0;
-        if (p->init == CG_INIT_NORMAL)
-            x = config->initializer_range * cg_random_normal((uint64_t)config->seed, stream, (uint64_t)i);
-        if (p->value->dtype == CG_F64)
-            ((double *)data)[i] = x;
-        else
-            ((float *)data)[i] = (float)x;
+    for (int64_t i = 0, n = cg_shape_count(&p->value->shape); i < n; i += CHUNK) {
+        int64_t some = n - i < CHUNK ? n - i : CHUNK;
+        for (int64_t k = 0; k < some; k++)
+            x[k] = p->init == CG_INIT_NORMAL
+                       ? config->initializer_range *
+                             cg_random_normal((uint64_t)config->seed, stream, (uint64_t)(i + k))
+                       : p->init == CG_INIT_ONES;
+        cg_exec_write_real(exec, p->value, i, some, x);
     }
 }

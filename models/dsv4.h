@@ -7,6 +7,7 @@
 #ifndef CG_MODELS_DSV4_H
 #define CG_MODELS_DSV4_H
 
+#include "graph/exec.h"
 #include "models/config.h"
 #include "models/objective.h"
 
@@ -68,6 +69,6 @@ bool cg_dsv4_build(cg_graph *graph, const cg_config *config, const cg_dsv4_optio
 const char *cg_param_name(const cg_value *param, char *text, size_t text_bytes);
 
 /* Write start values: normal(0, initializer_range) by (seed, name), ones or zeros. */
-void cg_param_init(const cg_dsv4_param *param, const cg_config *config, void *data);
+void cg_param_init(const cg_dsv4_param *param, const cg_config *config, cg_exec *exec);
 
 #endif

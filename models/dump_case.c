@@ -173,7 +173,7 @@ static bool load_weights(const cg_probe *probe, const char *path, cg_error *erro
             for (int64_t i = 0; i < cg_shape_count(&value->shape); i++) {
                 double x; /* by its bytes: data of a file may lie anywhere */
                 memcpy(&x, (const char *)got->data + (size_t)i * size, size);
-                cg_real_set(value->dtype, cg_exec_data(probe->exec, value), i, cg_real_get(got->dtype, &x, 0));
+                cg_exec_set(probe->exec, value, i, cg_real_get(got->dtype, &x, 0));
             }
         }
     }
@@ -197,11 +197,6 @@ static bool feed_tokens(const cg_probe *probe, const cg_dump_case *c, const cg_c
     cg_probe_feed(probe, c->cu_seqlens, c->seqlens, tokens, tokens + n);
     free(tokens);
     return true;
-}
-
-static void copy_out(const cg_probe *probe, const cg_value *value, double *to, int64_t n) {
-    const void *from = cg_exec_data(probe->exec, value);
-    for (int64_t i = 0; i < n; i++) to[i] = cg_real_get(value->dtype, from, i);
 }
 
 static bool run_model(cg_dump_case *c, cg_probe *probe, const cg_config *config, int64_t layer,
@@ -231,7 +226,7 @@ static bool run_model(cg_dump_case *c, cg_probe *probe, const cg_config *config,
     double *to[] = {c->query, c->kv, c->ckv, c->sink, c->q_indexer, c->weights, c->k_indexer};
     input list[N_INPUTS];
     list_inputs(c, list);
-    for (int i = 0; i < DOUT; i++) copy_out(probe, all[i], to[i], list[i].count);
+    for (int i = 0; i < DOUT; i++) cg_exec_read_real(probe->exec, all[i], 0, list[i].count, to[i]);
     return true;
 }
 

@@ -120,15 +120,12 @@ static bool run(engine *e, cg_error *error) {
         return false;
     for (int i = 0; i < e->n_leaves; i++) {
         const cg_value *value = e->leaves[i].leaf;
-        void *to = cg_exec_data(e->exec, value); /* NULL: nothing reads it */
-        if (to) memcpy(to, e->leaves[i].data, (size_t)cg_tensor_bytes(value->dtype, &value->shape));
+        cg_exec_write(e->exec, value, e->leaves[i].data);
     }
     return cg_exec_run(e->exec, CG_ALL_PASSES, error);
 }
 
-static void get(const engine *e, const cg_value *value, void *to) {
-    memcpy(to, cg_exec_data(e->exec, value), (size_t)cg_tensor_bytes(value->dtype, &value->shape));
-}
+static void get(const engine *e, const cg_value *value, void *to) { cg_exec_read(e->exec, value, to); }
 
 static void release(engine *e) {
     cg_exec_free(e->exec);

@@ -47,7 +47,7 @@ static bool differentiate(cg_probe *probe, const cg_config *config) {
 }
 
 bool cg_probe_build(cg_probe *probe, const cg_config *config, const cg_dsv4_options *options,
-                    const cg_exec_options *exec_options, cg_error *error) {
+                    const cg_backend *backend, const cg_exec_options *exec_options, cg_error *error) {
     *probe = (cg_probe){.graph = cg_graph_new(&cg_all_ops),
                         .model = calloc(1, sizeof *probe->model),
                         .grads = calloc(CG_MAX_PARAMS, sizeof(cg_value *))};
@@ -65,7 +65,7 @@ bool cg_probe_build(cg_probe *probe, const cg_config *config, const cg_dsv4_opti
         if (differentiate(probe, config))
             cg_policy_apply(probe->graph, &policy, NULL, &probe->n_clones, &probe->frontier);
     }
-    return (probe->plan = cg_plan_make(probe->graph, NULL, error)) != NULL &&
+    return (probe->plan = cg_plan_make(probe->graph, &(cg_plan_options){.backend = backend}, error)) != NULL &&
            (probe->exec = cg_exec_new(probe->plan, exec_options, error)) != NULL;
 }
 
@@ -79,6 +79,8 @@ void cg_probe_free(cg_probe *probe) {
     memset(probe, 0, sizeof *probe);
 }
 
+enum { CHUNK = 1024 };
+
 void cg_probe_scatter(const cg_probe *probe, uint64_t seed) {
     for (int p = 0; p < probe->model->n_params; p++) {
         const cg_dsv4_param *param = &probe->model->params[p];
@@ -89,14 +91,18 @@ void cg_probe_scatter(const cg_probe *probe, uint64_t seed) {
         bool is_matrix = value->shape.n_dims == 2 && param->decay;
         double start = param->init == CG_INIT_ONES ? 1 : 0, spread = param->init == CG_INIT_ONES ? 0.3 : 1;
         if (is_matrix) spread = 1 / sqrt((double)value->shape.dims[1]);
-        void *data = cg_exec_data(probe->exec, value);
-        for (int64_t i = 0; i < cg_shape_count(&value->shape); i++)
-            cg_real_set(value->dtype, data, i, start + spread * cg_random_normal(seed, stream, (uint64_t)i));
+        double x[CHUNK];
+        for (int64_t i = 0, n = cg_shape_count(&value->shape); i < n; i += CHUNK) {
+            int64_t some = n - i < CHUNK ? n - i : CHUNK;
+            for (int64_t k = 0; k < some; k++)
+                x[k] = start + spread * cg_random_normal(seed, stream, (uint64_t)(i + k));
+            cg_exec_write_real(probe->exec, value, i, some, x);
+        }
     }
 }
 
 static void write_scalar(const cg_probe *probe, const cg_value *value, double x) {
-    if (value) cg_real_set(value->dtype, cg_exec_data(probe->exec, value), 0, x);
+    if (value) cg_exec_set(probe->exec, value, 0, x);
 }
 
 void cg_probe_feed(const cg_probe *probe, const int32_t *cu_seqlens, const int32_t *seqlens,
@@ -106,10 +112,10 @@ void cg_probe_feed(const cg_probe *probe, const int32_t *cu_seqlens, const int32
             n_real = 0;
     for (int64_t t = 0; t < n_rows; t++) n_targets += targets[t] >= 0;
     for (int64_t b = 0; b < n_segments; b++) n_real += seqlens[b];
-    memcpy(cg_exec_data(probe->exec, m->tokens), tokens, (size_t)n_rows * sizeof *tokens);
-    memcpy(cg_exec_data(probe->exec, m->targets), targets, (size_t)n_rows * sizeof *targets);
-    memcpy(cg_exec_data(probe->exec, m->seqlens), seqlens, (size_t)n_segments * sizeof *seqlens);
-    memcpy(cg_exec_data(probe->exec, m->cu_seqlens), cu_seqlens, (size_t)(n_segments + 1) * sizeof *cu_seqlens);
+    cg_exec_write(probe->exec, m->tokens, tokens);
+    cg_exec_write(probe->exec, m->targets, targets);
+    cg_exec_write(probe->exec, m->seqlens, seqlens);
+    cg_exec_write(probe->exec, m->cu_seqlens, cu_seqlens);
     write_scalar(probe, m->lm_scale, n_targets ? 1 / (double)n_targets : 0);
     write_scalar(probe, m->row_scale, n_real ? 1 / (double)n_real : 0);
     write_scalar(probe, probe->lm_seed, 1);
@@ -163,13 +169,16 @@ static bool check_crossing(const cg_probe *probe, bool of_indexer, const char *w
     for (int p = 0; p < probe->model->n_params; p++) {
         const cg_dsv4_param *param = &probe->model->params[p];
         if (param->indexer == of_indexer) continue;
-        const double *grad = cg_exec_data(probe->exec, probe->grads[p]);
         char name[256];
-        for (int64_t i = 0; i < cg_shape_count(&param->value->shape); i++)
-            if (grad[i] != 0)
+        double grad[CHUNK];
+        for (int64_t i = 0, n = cg_shape_count(&param->value->shape); i < n; i++) {
+            if (i % CHUNK == 0)
+                cg_exec_read_real(probe->exec, probe->grads[p], i, n - i < CHUNK ? n - i : CHUNK, grad);
+            if (grad[i % CHUNK] != 0)
                 complain(report, "%s: the %s loss reaches %s: gradient %.3g at entry %lld", what,
                          of_indexer ? "indexer" : "language-model",
-                         cg_param_name(param->value, name, sizeof name), grad[i], (long long)i);
+                         cg_param_name(param->value, name, sizeof name), grad[i % CHUNK], (long long)i);
+        }
     }
     return true;
 }
@@ -217,8 +226,8 @@ static bool check_loss(const cg_probe *probe, bool of_indexer, int64_t max_entri
 }
 
 /* One combination: the indexer loss always, the language-model loss where it is not the same as before. */
-static bool check_one(const char *policy, cg_support support, cg_teacher teacher, int64_t max_entries,
-                      cg_layer_report *report, cg_error *error) {
+static bool check_one(const char *policy, cg_support support, cg_teacher teacher, const cg_backend *backend,
+                      int64_t max_entries, cg_layer_report *report, cg_error *error) {
     static const char *const supports[] = {"sparse", "dense"}, *const teachers[] = {"none", "full", "sink",
                                                                                     "compressed"};
     cg_config config = cg_probe_config();
@@ -230,7 +239,7 @@ static bool check_one(const char *policy, cg_support support, cg_teacher teacher
     snprintf(what, sizeof what, "policy %s, support %s, teacher %s", policy, supports[support],
              teachers[teacher]);
     cg_probe probe;
-    bool ok = cg_probe_build(&probe, &config, &options, NULL, error);
+    bool ok = cg_probe_build(&probe, &config, &options, backend, NULL, error);
     if (ok) {
         cg_probe_scatter(&probe, 5);
         feed_check(&probe);
@@ -253,14 +262,14 @@ static bool check_one(const char *policy, cg_support support, cg_teacher teacher
     return ok;
 }
 
-bool cg_layer_check(int64_t max_entries, cg_layer_report *report, cg_error *error) {
+bool cg_layer_check(const cg_backend *backend, int64_t max_entries, cg_layer_report *report, cg_error *error) {
     static const char *const policies[] = {"stream", "save", "recompute"};
     *report = (cg_layer_report){.ok = true};
     for (int p = 0; p < 3; p++)
         for (int s = CG_SUPPORT_SPARSE; s <= CG_SUPPORT_DENSE; s++)
             for (int t = CG_TEACHER_FULL; t <= CG_TEACHER_COMPRESSED; t++)
-                if (!check_one(policies[p], (cg_support)s, (cg_teacher)t, max_entries ? max_entries : 24,
-                               report, error))
+                if (!check_one(policies[p], (cg_support)s, (cg_teacher)t, backend,
+                               max_entries ? max_entries : 24, report, error))
                     return false;
     return true;
 }

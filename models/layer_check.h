@@ -29,10 +29,10 @@ typedef struct cg_probe {
 /* The tiny model: hidden 8, 2 heads of 8, window 4, 2 compressed rows selected, 11 tokens, ratios 0 4 128. */
 cg_config cg_probe_config(void);
 
-/* Build, plan, reserve. options->form comes from config->policy; losses, logits, selections and gradients are
+/* Build, plan for a backend (NULL: the CPU), reserve. options->form comes from config->policy; losses, logits, selections and gradients are
  * kept. False with a sentence; free in any case. */
 bool cg_probe_build(cg_probe *probe, const cg_config *config, const cg_dsv4_options *options,
-                    const cg_exec_options *exec_options, cg_error *error);
+                    const cg_backend *backend, const cg_exec_options *exec_options, cg_error *error);
 void cg_probe_free(cg_probe *probe);
 
 /* Give every parameter values scattered around its start, by its name and the seed: no norm weight stays 1, no
@@ -61,8 +61,8 @@ typedef struct cg_layer_report {
     char worst[512]; /* what failed first, or the worst entry */
 } cg_layer_report;
 
-/* Check the layer; entries per parameter, 0: a number that takes seconds. False: a run failed.
- */
-bool cg_layer_check(int64_t max_entries, cg_layer_report *report, cg_error *error);
+/* Check the layer on a backend (NULL: the CPU); entries per parameter, 0: a number that takes seconds. False: a run
+ * failed. */
+bool cg_layer_check(const cg_backend *backend, int64_t max_entries, cg_layer_report *report, cg_error *error);
 
 #endif

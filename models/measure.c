@@ -208,18 +208,20 @@ bool cg_measure_plan(const cg_workload *w, cg_step *step, cg_measurement *out, c
 /* ---- inputs ---- */
 
 static void set_scalar(cg_exec *exec, const cg_value *value, int64_t i, double x) {
-    if (value) cg_real_set(value->dtype, cg_exec_data(exec, value), i, x);
+    if (value) cg_exec_set(exec, value, i, x);
 }
 
 static void set_segments(const cg_workload *w, cg_exec *exec, const cg_value *cu_seqlens,
                          const cg_value *seqlens) {
-    int32_t *starts = cg_exec_data(exec, cu_seqlens), *lengths = cg_exec_data(exec, seqlens);
+    int32_t *starts = cg_exec_fill(exec, cu_seqlens), *lengths = cg_exec_fill(exec, seqlens);
     int64_t n = segment_count(w);
-    starts[0] = 0;
-    for (int64_t b = 0; b < cg_dim(seqlens, 0); b++) {
+    if (starts) starts[0] = 0;
+    for (int64_t b = 0; starts && lengths && b < cg_dim(seqlens, 0); b++) {
         starts[b + 1] = b < n ? segment_start(w, b + 1) : starts[b];
         lengths[b] = b < n ? segment_length(w, b) : 0;
     }
+    cg_exec_filled(exec, cu_seqlens, starts);
+    cg_exec_filled(exec, seqlens, lengths);
 }
 
 /* Random tokens; the target of a row is the next token of its segment. Padding has neither. */
@@ -227,18 +229,19 @@ static void fill_step(const cg_workload *w, const cg_step *step, cg_exec *exec) 
     const cg_dsv4 *m = step->model;
     const cg_config *c = &w->config;
     for (int p = 0; p < m->n_params; p++) {
-        cg_param_init(&m->params[p], c, cg_exec_data(exec, m->params[p].value));
+        cg_param_init(&m->params[p], c, exec);
         const cg_value *moments[2] = {step->m[p], step->v[p]};
-        for (int i = 0; i < 2; i++)
-            if (moments[i])
-                memset(cg_exec_data(exec, moments[i]), 0,
-                       (size_t)cg_tensor_bytes(moments[i]->dtype, &moments[i]->shape));
+        for (int i = 0; i < 2; i++) {
+            void *data = moments[i] ? cg_exec_fill(exec, moments[i]) : NULL;
+            if (data) memset(data, 0, (size_t)cg_tensor_bytes(moments[i]->dtype, &moments[i]->shape));
+            if (data) cg_exec_filled(exec, moments[i], data);
+        }
     }
-    int32_t *tokens = cg_exec_data(exec, m->tokens), *targets = cg_exec_data(exec, m->targets);
-    for (int64_t t = 0; t < cg_dim(m->tokens, 0); t++) tokens[t] = targets[t] = -1;
+    int32_t *tokens = cg_exec_fill(exec, m->tokens), *targets = cg_exec_fill(exec, m->targets);
+    for (int64_t t = 0; tokens && targets && t < cg_dim(m->tokens, 0); t++) tokens[t] = targets[t] = -1;
     uint64_t stream = cg_random_stream("measure.tokens");
     int64_t n_targets = 0, n_real = 0;
-    for (int64_t b = 0; b < segment_count(w); b++) {
+    for (int64_t b = 0; tokens && targets && b < segment_count(w); b++) {
         int64_t start = segment_start(w, b), length = segment_length(w, b);
         for (int64_t t = start; t < start + length; t++)
             tokens[t] = (int32_t)cg_random_below((uint64_t)c->seed, stream, (uint64_t)t, c->vocab_size);
@@ -246,6 +249,8 @@ static void fill_step(const cg_workload *w, const cg_step *step, cg_exec *exec) 
         n_real += length;
         n_targets += length > 0 ? length - 1 : 0;
     }
+    cg_exec_filled(exec, m->tokens, tokens);
+    cg_exec_filled(exec, m->targets, targets);
     set_segments(w, exec, m->cu_seqlens, m->seqlens);
     set_scalar(exec, m->lm_scale, 0, n_targets ? 1 / (double)n_targets : 0);
     set_scalar(exec, m->row_scale, 0, n_real ? 1 / (double)n_real : 0);
@@ -256,10 +261,12 @@ static void fill_step(const cg_workload *w, const cg_step *step, cg_exec *exec) 
 
 static void fill_normal(const cg_workload *w, cg_exec *exec, const cg_value *value, double scale) {
     uint64_t seed = (uint64_t)w->config.seed, stream = cg_random_stream(value->name);
-    void *data = cg_exec_data(exec, value);
+    void *data = cg_exec_fill(exec, value);
+    const int64_t n = data ? cg_shape_count(&value->shape) : 0;
 #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < cg_shape_count(&value->shape); i++)
+    for (int64_t i = 0; i < n; i++)
         cg_real_set(value->dtype, data, i, scale * cg_random_normal(seed, stream, (uint64_t)i));
+    cg_exec_filled(exec, value, data);
 }
 
 /* A random distribution over as many slots as the row will select: those it sees, at most K; the rest is 0, as the
@@ -267,7 +274,8 @@ static void fill_normal(const cg_workload *w, cg_exec *exec, const cg_value *val
 static void fill_teacher(const cg_workload *w, cg_exec *exec, const cg_value *teacher) {
     uint64_t seed = (uint64_t)w->config.seed, stream = cg_random_stream("teacher");
     int64_t K = cg_dim(teacher, 1);
-    void *data = cg_exec_data(exec, teacher);
+    void *data = cg_exec_fill(exec, teacher);
+    if (!data) return;
     memset(data, 0, (size_t)cg_tensor_bytes(teacher->dtype, &teacher->shape));
     for (int64_t b = 0; b < segment_count(w); b++)
         for (int64_t p = 0; p < segment_length(w, b); p++) {
@@ -279,13 +287,15 @@ static void fill_teacher(const cg_workload *w, cg_exec *exec, const cg_value *te
                 cg_real_set(teacher->dtype, data, first + j,
                             (1 + (double)cg_random_u32(seed, stream, (uint64_t)(first + j))) / sum);
         }
+    cg_exec_filled(exec, teacher, data);
 }
 
 /* A selection as the attention may get it: K of the visible rows without repeats, all of them where there are fewer. */
 static void fill_topk(const cg_workload *w, cg_exec *exec, const cg_value *topk) {
     uint64_t seed = (uint64_t)w->config.seed, stream = cg_random_stream("topk");
     int64_t K = cg_dim(topk, 1), entries = 0;
-    int32_t *data = cg_exec_data(exec, topk);
+    int32_t *data = cg_exec_fill(exec, topk);
+    if (!data) return;
     memset(data, 0xff, (size_t)cg_tensor_bytes(topk->dtype, &topk->shape)); /* -1: none */
     for (int64_t b = 0; b < segment_count(w); b++) {
         for (int64_t p = 0; p < segment_length(w, b); p++) {
@@ -296,6 +306,7 @@ static void fill_topk(const cg_workload *w, cg_exec *exec, const cg_value *topk)
         }
         entries += segment_length(w, b) / CG_RATIO_CSA;
     }
+    cg_exec_filled(exec, topk, data);
 }
 
 static void fill_part(const cg_workload *w, const cg_step *step, cg_exec *exec) {
@@ -323,7 +334,7 @@ void cg_measure_fill(const cg_workload *w, const cg_step *step, cg_exec *exec) {
 }
 
 /* All losses together: the kept scalars of forward. */
-static double loss_of(const cg_step *step, const cg_exec *exec) {
+static double loss_of(const cg_step *step, cg_exec *exec) {
     double loss = 0;
     bool found = false;
     for (int t = 0; t < step->plan->n_steps; t++) {
@@ -331,7 +342,7 @@ static double loss_of(const cg_step *step, const cg_exec *exec) {
         for (int s = 0; s < node->n_out && node->pass == CG_FORWARD; s++) {
             const cg_value *out = node->out[s];
             if (!out->keep || !cg_dtype_is_real(out->dtype) || cg_shape_count(&out->shape) != 1) continue;
-            loss += cg_real_get(out->dtype, cg_exec_data(exec, out), 0);
+            loss += cg_exec_get(exec, out, 0);
             found = true;
         }
     }

@@ -168,37 +168,33 @@ static void build_backward(engine *e) {
 /* Write n numbers into the last rows of a leaf. */
 static void put(const engine *e, const cg_value *value, const double *x, int64_t n) {
     if (!value || !x) return;
-    int64_t from = cg_shape_count(&value->shape) - n;
-    void *data = cg_exec_data(e->exec, value);
-    for (int64_t i = 0; data && i < n; i++) cg_real_set(value->dtype, data, from + i, x[i]);
+    cg_exec_write_real(e->exec, value, cg_shape_count(&value->shape) - n, n, x);
 }
 
 static void put_indices(const engine *e, const cg_value *value, const int32_t *x, int64_t n) {
     if (!value || value->producer) return;
-    int32_t *data = cg_exec_data(e->exec, value);
-    if (!data) return;
-    for (int64_t i = 0; i < (e->T - 1) * n; i++) data[i] = -1;
-    for (int64_t i = 0; i < n; i++) data[(e->T - 1) * n + i] = x ? x[i] : (int32_t)i;
+    for (int64_t i = 0; i < e->T * n; i++) {
+        int64_t k = i - (e->T - 1) * n;
+        cg_exec_write_part(e->exec, value, i, 1, &(int32_t){k < 0 ? -1 : x ? x[k] : (int32_t)k});
+    }
 }
 
 /* What stands at each place of the support: of x [C], or `absent` at -1. */
 static void put_at(const engine *e, const cg_value *value, const double *x, const int32_t *support, int64_t n,
                    double absent) {
     if (!value || !x) return;
-    void *data = cg_exec_data(e->exec, value);
-    for (int64_t k = 0; data && k < n; k++) {
+    for (int64_t k = 0; k < n; k++) {
         int64_t j = support ? support[k] : k;
-        cg_real_set(value->dtype, data, (e->T - 1) * n + k, j < 0 ? absent : x[j]);
+        cg_exec_set(e->exec, value, (e->T - 1) * n + k, j < 0 ? absent : x[j]);
     }
 }
 
 static void fill(const engine *e) {
     const cg_row *row = e->row;
-    int32_t *facts = cg_exec_data(e->exec, e->rows);
-    for (int64_t t = 0; facts && t < e->T; t++) {
+    for (int64_t t = 0; t < e->T; t++) {
         bool ours = t == e->T - 1;
         const int32_t fact[CG_ROW_FIELDS] = {0, (int32_t)t, 0, ours ? (int32_t)row->C : 0, ours};
-        memcpy(facts + t * CG_ROW_FIELDS, fact, sizeof fact);
+        cg_exec_write_part(e->exec, e->rows, t * CG_ROW_FIELDS, CG_ROW_FIELDS, fact);
     }
     put(e, e->q, row->q, row->H * row->D);
     put(e, e->window, row->window, row->W * row->D);
@@ -241,10 +237,9 @@ static void fetch(const engine *e, cg_row_result *result, const char *name, cons
                   int64_t columns, const cg_value *value) {
     if (!value) return;
     double *x = add_array(result, name, doc, rows, columns);
-    const void *data = cg_exec_data(e->exec, value);
     if (rows == VECTOR) rows = 1;
-    int64_t from = cg_shape_count(&value->shape) - rows * columns;
-    for (int64_t i = 0; x && data && i < rows * columns; i++) x[i] = cg_real_get(value->dtype, data, from + i);
+    int64_t n = rows * columns;
+    if (x) cg_exec_read_real(e->exec, value, cg_shape_count(&value->shape) - n, n, x);
 }
 
 static double dot(const double *a, const double *b, int64_t n) {

@@ -18,7 +18,9 @@ struct cg_trainer {
     const cg_feed *feed;
     cg_topk_writer *record; /* NULL: nothing is recorded */
     cg_topk_reader *replay; /* NULL: CSA layers choose */
+    int32_t *selection;     /* [T, K], one that is replayed */
     bool records, replays, verifies;
+    const cg_backend *backend;
     cg_batch **batches; /* the micro-batches of a step: their counts are needed before the first one runs */
     cg_step step;
     cg_exec *exec;
@@ -37,55 +39,73 @@ static bool is_warming(const cg_trainer *trainer) {
     return trainer->steps_done < warmup_steps(&trainer->config);
 }
 
-/* ---- state: parameters and moments, as named views on the executor's memory ---- */
+/* ---- state: parameters and moments by name, as views on the executor's memory or as copies ---- */
 
 typedef struct state {
     int n;
     cg_named_tensor *tensors;
     char (*names)[256];
+    char *copies; /* of all tensors, in order; NULL: they are views */
+    size_t bytes;
 } state;
 
 static void state_free(state *s) {
     free(s->tensors);
     free(s->names);
+    free(s->copies);
     *s = (state){0};
 }
 
-static void state_add(state *s, const cg_exec *exec, const char *prefix, const cg_value *param,
-                      const cg_value *value) {
-    char name[224];
-    snprintf(s->names[s->n], sizeof s->names[s->n], "%s%s", prefix, cg_param_name(param, name, sizeof name));
-    s->tensors[s->n] =
-        (cg_named_tensor){s->names[s->n], {value->dtype, value->shape, cg_exec_data(exec, value)}};
-    s->n++;
+/* Parameter, first and second moment of each parameter in turn. */
+static const cg_value *state_value(const cg_step *step, int i) {
+    return i % 3 == 0 ? step->model->params[i / 3].value : i % 3 == 1 ? step->m[i / 3] : step->v[i / 3];
 }
 
-static bool state_of(const cg_step *step, const cg_exec *exec, state *s, cg_error *error) {
-    size_t n = (size_t)step->model->n_params * 3;
-    *s = (state){0, calloc(n, sizeof *s->tensors), calloc(n, sizeof *s->names)};
-    if (!s->tensors || !s->names) {
+static size_t value_bytes(const cg_value *value) {
+    return (size_t)cg_tensor_bytes(value->dtype, &value->shape);
+}
+
+/* Copies when asked for, and of a device's memory in any case. */
+static bool state_of(const cg_step *step, cg_exec *exec, bool copy, state *s, cg_error *error) {
+    static const char *const prefixes[3] = {"", "adamw.m.", "adamw.v."};
+    int n = step->model->n_params * 3;
+    copy |= step->plan->backend != NULL;
+    *s = (state){
+        .n = n, .tensors = calloc((size_t)n, sizeof *s->tensors), .names = calloc((size_t)n, sizeof *s->names)};
+    for (int i = 0; i < n; i++) s->bytes += value_bytes(state_value(step, i));
+    if (copy) s->copies = malloc(s->bytes + 1);
+    if (!s->tensors || !s->names || (copy && !s->copies)) {
+        size_t bytes = s->bytes;
         state_free(s);
-        return cg_fail(error, CG_FAILED, "out of memory for a list of %zu tensors", n);
+        return cg_fail(error, CG_FAILED, "out of memory for a list of %d tensors, %zu bytes", n,
+                       copy ? bytes : 0);
     }
-    for (int p = 0; p < step->model->n_params; p++) {
-        const cg_value *param = step->model->params[p].value;
-        state_add(s, exec, "", param, param);
-        state_add(s, exec, "adamw.m.", param, step->m[p]);
-        state_add(s, exec, "adamw.v.", param, step->v[p]);
+    size_t at = 0;
+    for (int i = 0; i < n; i++) {
+        const cg_value *value = state_value(step, i), *param = state_value(step, i - i % 3);
+        char name[224];
+        snprintf(s->names[i], sizeof s->names[i], "%s%s", prefixes[i % 3],
+                 cg_param_name(param, name, sizeof name));
+        void *data = copy ? s->copies + at : cg_exec_data(exec, value);
+        if (copy) cg_exec_read(exec, value, data);
+        s->tensors[i] = (cg_named_tensor){s->names[i], {value->dtype, value->shape, data}};
+        at += value_bytes(value);
     }
     return true;
 }
 
-static size_t tensor_bytes(const cg_named_tensor *t) {
-    return (size_t)cg_tensor_bytes(t->tensor.dtype, &t->tensor.shape);
+/* Write copies back, or into another step's executor. */
+static void state_write(const state *s, const cg_step *step, cg_exec *exec) {
+    for (int i = 0; s->copies && i < s->n; i++)
+        cg_exec_write(exec, state_value(step, i), s->tensors[i].tensor.data);
 }
 
-static void write_scalar(const cg_exec *exec, const cg_value *value, int64_t i, double x) {
-    if (value) cg_real_set(value->dtype, cg_exec_data(exec, value), i, x);
+static void write_scalar(cg_exec *exec, const cg_value *value, int64_t i, double x) {
+    if (value) cg_exec_set(exec, value, i, x);
 }
 
-static double read_scalar(const cg_exec *exec, const cg_value *value) {
-    return value ? cg_real_get(value->dtype, cg_exec_data(exec, value), 0) : 0;
+static double read_scalar(cg_exec *exec, const cg_value *value) {
+    return value ? cg_exec_get(exec, value, 0) : 0;
 }
 
 /* ---- the step's graph ---- */
@@ -95,23 +115,15 @@ static cg_step_options step_options(const cg_trainer *trainer, bool warming) {
                              .attend_all = warming,
                              .given_topk = trainer->replays,
                              .keep_topk = trainer->records && !warming,
-                             .plan.keep_cloned_originals = trainer->verifies};
+                             .plan = {.backend = trainer->backend, .keep_cloned_originals = trainer->verifies}};
 }
 
 /* Build the step for the phase at hand. Parameters and moments, if there are any yet, move over through a copy:
  * two arenas at once would be the peak of the whole run. */
 static bool build_step(cg_trainer *trainer, cg_error *error) {
     state old = {0};
-    char *copy = NULL;
-    size_t bytes = 0, at = 0;
     if (trainer->exec) {
-        if (!state_of(&trainer->step, trainer->exec, &old, error)) return false;
-        for (int i = 0; i < old.n; i++) bytes += tensor_bytes(&old.tensors[i]);
-        copy = malloc(bytes + 1);
-        for (int i = 0; copy && i < old.n; at += tensor_bytes(&old.tensors[i++]))
-            memcpy(copy + at, old.tensors[i].tensor.data, tensor_bytes(&old.tensors[i]));
-        state_free(&old);
-        if (!copy) return cg_fail(error, CG_FAILED, "out of memory for %zu bytes of parameters", bytes);
+        if (!state_of(&trainer->step, trainer->exec, true, &old, error)) return false;
         cg_exec_free(trainer->exec);
         trainer->exec = NULL;
         cg_step_free(&trainer->step);
@@ -121,31 +133,25 @@ static bool build_step(cg_trainer *trainer, cg_error *error) {
     bool ok = cg_step_build(&trainer->step, &trainer->config, &options, error);
     trainer->process_growth = -1;
     trainer->resident_before = cg_process_resident_bytes();
-    if (trainer->resident_before >= 0) trainer->resident_before -= (int64_t)bytes; /* the copy goes below */
+    if (trainer->resident_before >= 0) trainer->resident_before -= (int64_t)old.bytes; /* the copy goes below */
     cg_exec_options how = {.verify_recompute = trainer->verifies};
     ok = ok && (trainer->exec = cg_exec_new(trainer->step.plan, &how, error)) != NULL;
-    if (ok && copy) {
-        ok = state_of(&trainer->step, trainer->exec, &old, error);
-        at = 0;
-        for (int i = 0; ok && i < old.n; at += tensor_bytes(&old.tensors[i++]))
-            memcpy(old.tensors[i].tensor.data, copy + at, tensor_bytes(&old.tensors[i]));
-        state_free(&old);
-    } else if (ok) {
-        for (int p = 0; p < trainer->step.model->n_params; p++) {
-            const cg_dsv4_param *param = &trainer->step.model->params[p];
-            cg_param_init(param, &trainer->config, cg_exec_data(trainer->exec, param->value));
-        }
-    }
-    free(copy);
+    if (ok && old.n)
+        state_write(&old, &trainer->step, trainer->exec);
+    else if (ok)
+        for (int p = 0; p < trainer->step.model->n_params; p++)
+            cg_param_init(&trainer->step.model->params[p], &trainer->config, trainer->exec);
+    state_free(&old);
     return ok;
 }
 
 static bool load(cg_trainer *trainer, const char *path, cg_error *error) {
     state s;
-    if (!state_of(&trainer->step, trainer->exec, &s, error)) return false;
+    if (!state_of(&trainer->step, trainer->exec, false, &s, error)) return false;
     cg_checkpoint_facts facts = {.data = cg_feed_facts_of(trainer->feed)->fingerprint};
     bool ok = cg_checkpoint_read(path, s.tensors, s.n, &facts, error);
     if (ok) trainer->steps_done = facts.step;
+    if (ok) state_write(&s, &trainer->step, trainer->exec);
     state_free(&s);
     return ok;
 }
@@ -172,6 +178,9 @@ static bool open_topk(cg_trainer *trainer, const cg_trainer_options *options, cg
     if (trainer->replays &&
         !(trainer->replay = cg_topk_reader_new(options->replay_topk, c, trainer->feed, next, c->steps, error)))
         return false;
+    size_t selected = (size_t)(cg_feed_facts_of(trainer->feed)->n_rows * c->index_topk);
+    if (trainer->replays && !(trainer->selection = calloc(selected + 1, sizeof *trainer->selection)))
+        return cg_fail(error, CG_FAILED, "out of memory for a selection");
     return !trainer->records ||
            (trainer->record = cg_topk_writer_new(options->record_topk, c, trainer->feed, next,
                                                  options->checkpoint != NULL, error)) != NULL;
@@ -213,6 +222,7 @@ cg_trainer *cg_trainer_new(const cg_config *config, const cg_feed *feed, const c
     trainer->records = options->record_topk != NULL;
     trainer->replays = options->replay_topk != NULL;
     trainer->verifies = options->verify_recompute;
+    trainer->backend = options->backend;
     trainer->batches = calloc((size_t)config->accumulate, sizeof *trainer->batches);
     if (!trainer->batches)
         cg_fail(error, CG_FAILED, "out of memory for a trainer");
@@ -226,6 +236,7 @@ void cg_trainer_free(cg_trainer *trainer) {
     if (!trainer) return;
     cg_topk_writer_free(trainer->record);
     cg_topk_reader_free(trainer->replay);
+    free(trainer->selection);
     cg_exec_free(trainer->exec);
     cg_step_free(&trainer->step);
     for (int64_t i = 0; trainer->batches && i < trainer->config.accumulate; i++)
@@ -248,30 +259,28 @@ static double now_s(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static void write_batch(const cg_exec *exec, const cg_dsv4 *model, const cg_batch *batch) {
-    size_t rows = (size_t)batch->n_rows * sizeof(int32_t),
-           segments = (size_t)batch->max_segments * sizeof(int32_t);
-    memcpy(cg_exec_data(exec, model->tokens), batch->tokens, rows);
-    memcpy(cg_exec_data(exec, model->targets), batch->targets, rows);
-    memcpy(cg_exec_data(exec, model->cu_seqlens), batch->cu_seqlens, segments + sizeof(int32_t));
-    memcpy(cg_exec_data(exec, model->seqlens), batch->seqlens, segments);
+static void write_batch(cg_exec *exec, const cg_dsv4 *model, const cg_batch *batch) {
+    cg_exec_write(exec, model->tokens, batch->tokens);
+    cg_exec_write(exec, model->targets, batch->targets);
+    cg_exec_write(exec, model->cu_seqlens, batch->cu_seqlens);
+    cg_exec_write(exec, model->seqlens, batch->seqlens);
 }
 
 static void replay_selections(const cg_trainer *trainer, int64_t micro_batch) {
     const cg_dsv4 *model = trainer->step.model;
     for (int i = 0, csa = 0; trainer->replay && !trainer->warming && i < model->n_layers; i++)
-        if (model->layers[i].topk)
+        if (model->layers[i].topk) {
             cg_topk_reader_get(trainer->replay, trainer->steps_done + 1, micro_batch, csa++,
-                               cg_exec_data(trainer->exec, model->layers[i].topk));
+                               trainer->selection);
+            cg_exec_write(trainer->exec, model->layers[i].topk, trainer->selection);
+        }
 }
 
 static void record_selections(const cg_trainer *trainer, int64_t micro_batch) {
     const cg_dsv4 *model = trainer->step.model;
     for (int i = 0, csa = 0; trainer->record && !trainer->warming && i < model->n_layers; i++) {
         const cg_value *topk = model->layers[i].topk;
-        if (topk)
-            memcpy(cg_topk_writer_slot(trainer->record, micro_batch, csa++), cg_exec_data(trainer->exec, topk),
-                   (size_t)cg_tensor_bytes(topk->dtype, &topk->shape));
+        if (topk) cg_exec_read(trainer->exec, topk, cg_topk_writer_slot(trainer->record, micro_batch, csa++));
     }
 }
 
@@ -355,6 +364,7 @@ typedef struct eval_run {
     cg_plan *plan;
     cg_exec *exec;
     cg_batch *batch;
+    int32_t *tokens; /* as predicted */
 } eval_run;
 
 static void eval_free(eval_run *run) {
@@ -363,6 +373,7 @@ static void eval_free(eval_run *run) {
     cg_graph_free(run->graph);
     cg_batch_free(run->batch);
     free(run->model);
+    free(run->tokens);
 }
 
 static bool eval_build(const cg_trainer *trainer, eval_run *run, cg_error *error) {
@@ -370,7 +381,8 @@ static bool eval_build(const cg_trainer *trainer, eval_run *run, cg_error *error
     run->graph = cg_graph_new(&cg_all_ops);
     run->model = calloc(1, sizeof *run->model);
     run->batch = cg_batch_new(trainer->feed, error);
-    if (!run->graph || !run->model || !run->batch)
+    run->tokens = calloc((size_t)facts->n_rows + 1, sizeof *run->tokens);
+    if (!run->graph || !run->model || !run->batch || !run->tokens)
         return cg_fail(error, CG_FAILED, "out of memory for an evaluation");
     cg_dsv4_options options = {.n_rows = facts->n_rows,
                                .max_segments = facts->max_segments,
@@ -383,21 +395,22 @@ static bool eval_build(const cg_trainer *trainer, eval_run *run, cg_error *error
         cg_keep(run->model->lm_loss);
         for (int i = 0; i < run->model->n_layers; i++) cg_keep(run->model->layers[i].health);
     }
-    if (!(run->plan = cg_plan_make(run->graph, NULL, error))) return false;
+    const cg_plan_options plan = {.backend = trainer->step.plan->backend};
+    if (!(run->plan = cg_plan_make(run->graph, &plan, error))) return false;
     if (!(run->exec = cg_exec_new(run->plan, NULL, error))) return false;
     for (int p = 0; p < run->model->n_params; p++)
-        cg_exec_bind(run->exec, run->model->params[p].value,
-                     cg_exec_data(trainer->exec, trainer->step.model->params[p].value));
+        cg_exec_bind_value(run->exec, run->model->params[p].value, trainer->exec,
+                           trainer->step.model->params[p].value);
     return true;
 }
 
 static void count_predictions(const eval_run *run, const cg_feed_facts *facts, cg_evaluation *e, int64_t *right,
                               int64_t *right_far) {
-    const int32_t *predicted = cg_exec_data(run->exec, run->predicted);
     const cg_batch *batch = run->batch;
+    cg_exec_read(run->exec, run->predicted, run->tokens);
     for (int64_t t = 0; t < batch->n_rows; t++) {
         if (batch->targets[t] < 0) continue;
-        bool hit = predicted[t] == batch->targets[t], far = batch->distances[t] > facts->reach;
+        bool hit = run->tokens[t] == batch->targets[t], far = batch->distances[t] > facts->reach;
         e->n_targets++;
         *right += hit;
         e->n_far += far;
@@ -436,7 +449,7 @@ static bool eval_run_all(const cg_trainer *trainer, eval_run *run, cg_evaluation
         for (int l = 0; l < run->model->n_layers; l++) {
             const cg_value *health = run->model->layers[l].health;
             for (int f = 0; health && f < CG_HEALTH_FIELDS; f++)
-                sums[l][f] += cg_real_get(health->dtype, cg_exec_data(run->exec, health), f);
+                sums[l][f] += cg_exec_get(run->exec, health, f);
         }
     }
     e->val_loss = loss / (double)(e->n_targets ? e->n_targets : 1);
@@ -479,7 +492,7 @@ bool cg_trainer_save(const cg_trainer *trainer, const char *path, cg_error *erro
     state s;
     if (!trainer->exec) return cg_fail(error, CG_FAILED, "%s: there is no model to save", path);
     if (trainer->record && !cg_topk_writer_sync(trainer->record, error)) return false;
-    if (!state_of(&trainer->step, trainer->exec, &s, error)) return false;
+    if (!state_of(&trainer->step, trainer->exec, false, &s, error)) return false;
     char *json = cg_config_json(&trainer->config);
     cg_checkpoint_facts facts = {trainer->steps_done, cg_feed_facts_of(trainer->feed)->fingerprint, json};
     bool ok = json || cg_fail(error, CG_FAILED, "out of memory while a checkpoint is written");

@@ -49,6 +49,7 @@ typedef struct cg_trainer_options {
     /* Compare every clone with its original, bit for bit: the first that differs fails the step, with scope and op.
      * Originals live until their last clone has run, so the peak is near that of keeping them, plus the clones. */
     bool verify_recompute;
+    const cg_backend *backend; /* where steps and evaluations run; it must outlive the trainer. NULL: the CPU */
 } cg_trainer_options;
 
 /* Start a run of a checked config; options may be NULL. The feed must outlive the trainer. Whatever can be wrong with

@@ -54,7 +54,7 @@ static void build(cg_probe *p, const cg_config *config, int n_rows) {
     const cg_dsv4_options options = {
         .n_rows = n_rows, .max_segments = SEGMENTS, .max_seqlen = n_rows, .with_loss = true};
     if (!cg_config_check(config, &error) ||
-        !cg_probe_build(p, config, &options, &(cg_exec_options){.poison = true}, &error))
+        !cg_probe_build(p, config, &options, NULL, &(cg_exec_options){.poison = true}, &error))
         ck_abort_msg("%s", error.text);
     cg_probe_scatter(p, 5);
 }
@@ -113,8 +113,7 @@ static stepped step_of(const cg_config *config, const rows_of *r) {
     cg_real_set(dtype, cg_exec_data(s.exec, s.step.seed), 0, 1);
     cg_real_set(dtype, cg_exec_data(s.exec, s.step.schedule), 0, 1e-2);
     cg_real_set(dtype, cg_exec_data(s.exec, s.step.schedule), 1, 1);
-    for (int p = 0; p < m->n_params; p++)
-        cg_param_init(&m->params[p], config, cg_exec_data(s.exec, m->params[p].value));
+    for (int p = 0; p < m->n_params; p++) cg_param_init(&m->params[p], config, s.exec);
     return s;
 }
 

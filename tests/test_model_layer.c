@@ -55,7 +55,7 @@ static void build(run *r, const cg_config *config, int n_rows) {
         .n_rows = n_rows, .max_segments = SEGMENTS, .max_seqlen = n_rows, .with_loss = true};
     r->config = *config;
     if (!cg_config_check(config, &error) ||
-        !cg_probe_build(&r->probe, config, &options, &(cg_exec_options){.poison = true}, &error))
+        !cg_probe_build(&r->probe, config, &options, NULL, &(cg_exec_options){.poison = true}, &error))
         ck_abort_msg("%s", error.text);
     cg_probe_scatter(&r->probe, 5);
 }
@@ -152,7 +152,7 @@ static cg_config config_of(cg_dtype dtype, const char *policy) {
 START_TEST(layer_gradients_match_differences) {
     cg_layer_report *report = calloc(1, sizeof *report);
     cg_error error = {0};
-    if (!cg_layer_check(5, report, &error)) ck_abort_msg("%s", error.text);
+    if (!cg_layer_check(NULL, 5, report, &error)) ck_abort_msg("%s", error.text);
     if (!report->ok) ck_abort_msg("%s", report->worst);
     ck_assert_int_eq(report->n_runs, 21); /* 18 indexer losses, the language-model loss once per policy */
     ck_assert_double_lt(report->worst_rel, 1e-6);

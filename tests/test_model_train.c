@@ -237,7 +237,7 @@ static once run_once(const cg_config *config, cg_batch *const *batches, int n_ba
         n_real += batches[i]->n_real;
     }
     for (int p = 0; p < m->n_params; p++) {
-        cg_param_init(&m->params[p], config, cg_exec_data(exec, m->params[p].value));
+        cg_param_init(&m->params[p], config, exec);
         size_t bytes =
             (size_t)cg_tensor_bytes(dtype, &step.grads[p]->shape); /* what an unwritten gradient would show */
         if (step.grads[p]->leaf) memset(cg_exec_data(exec, step.grads[p]), 0xff, bytes);

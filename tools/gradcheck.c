@@ -214,7 +214,7 @@ int csagrad_gradcheck(int argc, char **argv) {
         print_ops(results, n);
         fflush(stdout);
     }
-    if (!only && !cg_layer_check(0, layer, &error)) {
+    if (!only && !cg_layer_check(NULL, 0, layer, &error)) {
         layer->ok = false;
         snprintf(layer->worst, sizeof layer->worst, "%s", error.text);
     }
