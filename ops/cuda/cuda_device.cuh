@@ -7,6 +7,8 @@
 #include <cuda_runtime.h>
 
 #define CG_GLOBAL static __global__
+/* Behind CG_GLOBAL: the most threads of a block, and how many blocks a multiprocessor should hold. */
+#define CG_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
 #define CG_DEVICE static __device__ __forceinline__
 #define CG_MEMBER __device__ __forceinline__
 template <typename T> using cg_type = T; /* float[8][32] can stand before a name */
@@ -22,6 +24,11 @@ template <typename T> using cg_type = T; /* float[8][32] can stand before a name
 typedef __nv_bfloat16 cg_bf16;
 CG_DEVICE float cg_bf16_to_float(cg_bf16 x) { return __bfloat162float(x); }
 CG_DEVICE cg_bf16 cg_bf16_from_float(float x) { return __float2bfloat16_rn(x); } /* to nearest, ties to even */
+/* Two side by side, the first in the lower half. */
+CG_DEVICE uint32_t cg_bf16_pair(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t *>(&pair);
+}
 
 /* d += a b for a 16x8 tile with 16 products each, one tile per warp: mma.sync.aligned.m16n8k16.row.col of the PTX ISA,
  * whose fragment layout it has. */

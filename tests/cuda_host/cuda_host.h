@@ -120,6 +120,7 @@ bool cg_host_launch(const R *args, const char *name, void (*kernel)(P...), dim3 
 #define cg_launch(args, kernel, ...) cg_host_launch(args, #kernel, kernel, __VA_ARGS__)
 
 #define CG_GLOBAL static
+#define CG_BOUNDS(threads, blocks)
 #define CG_DEVICE static inline
 #define CG_MEMBER inline
 
@@ -274,6 +275,10 @@ inline cg_bf16 cg_bf16_from_float(float value) {
     memcpy(&bits, &value, sizeof bits);
     if (value != value) return {(uint16_t)(bits >> 16 | 0x40)};
     return {(uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+inline uint32_t cg_bf16_pair(float low, float high) {
+    return cg_bf16_from_float(low).bits | (uint32_t)cg_bf16_from_float(high).bits << 16;
 }
 
 /* ---- tensor cores: fragments as the PTX ISA lays them out ---- */
