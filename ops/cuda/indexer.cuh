@@ -54,15 +54,12 @@ template <typename T> CG_DEVICE cg_sum_of<T> index_dot(const T *q, const T *key,
     return sum;
 }
 
-/* x where x >= 0 or NaN, else 0. */
-template <typename S> CG_DEVICE S index_relu(S x) { return x < 0 ? (S)0 : x; }
-
 /* sum_h w[h] relu(q_h.key): fused, heads in order. q [Hi, Di], w [Hi]. */
 template <typename T>
 CG_DEVICE cg_sum_of<T> index_score(const T *q, const T *w, const T *key, int64_t Hi, int64_t Di) {
     cg_sum_of<T> score = 0;
     for (int64_t h = 0; h < Hi; h++)
-        score = cg_fma(cg_up(w[h]), index_relu(index_dot(q + h * Di, key, Di)), score);
+        score = cg_fma(cg_up(w[h]), cg_relu(index_dot(q + h * Di, key, Di)), score);
     return score;
 }
 

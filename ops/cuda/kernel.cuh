@@ -34,7 +34,7 @@
  * Beside C++ and the above, kernels may use: threadIdx blockIdx blockDim gridDim, CG_SHARED(float[8][32], name),
  * CG_DYNAMIC_SHARED(type, name), __syncthreads[_or|_and|_count], __syncwarp, __shfl[_xor|_down|_up]_sync, __ballot_sync
  * __any_sync __all_sync, atomicAdd (int, float, double) atomicMax atomicMin atomicCAS, CG_FENCE(), __popc __ffs __ldg,
- * float2 float4, CG_BOUNDS(threads, blocks) behind CG_GLOBAL, cg_bf16_pair, cg_mma_bf16_16x8x16,
+ * float2 float4, CG_BOUNDS(threads, blocks) behind CG_GLOBAL, cg_relu, cg_bf16_pair, cg_mma_bf16_16x8x16,
  * cg_ldmatrix_x4[_trans], cg_cp_async_16 cg_cp_async_commit cg_cp_async_wait<N>.
  */
 #ifndef CG_OPS_CUDA_KERNEL_CUH
@@ -117,6 +117,7 @@ CG_DEVICE double cg_pow(double x, double y) { return pow(x, y); }
 CG_DEVICE void cg_sincos(double x, double *sine, double *cosine) { sincos(x, sine, cosine); }
 CG_DEVICE float cg_sqrt(float x) { return sqrtf(x); }
 CG_DEVICE double cg_sqrt(double x) { return sqrt(x); }
+CG_DEVICE double cg_relu(double x) { return x < 0 ? 0 : x; }
 CG_DEVICE float cg_fma(float a, float b, float c) { return fmaf(a, b, c); }
 CG_DEVICE double cg_fma(double a, double b, double c) { return fma(a, b, c); }
 CG_DEVICE float cg_max(float a, float b) { return a > b ? a : b; }

@@ -281,6 +281,9 @@ inline uint32_t cg_bf16_pair(float low, float high) {
     return cg_bf16_from_float(low).bits | (uint32_t)cg_bf16_from_float(high).bits << 16;
 }
 
+/* x, 0 where it is below; NaN stays NaN. */
+inline float cg_relu(float x) { return x < 0 ? 0 : x; }
+
 /* ---- tensor cores: fragments as the PTX ISA lays them out ---- */
 
 /* d[16,8] += a[16,16] * b[16,8], all 32 lanes. With g = lane / 4 and t = lane % 4, lower half of a register first:
