@@ -1,5 +1,15 @@
-/* RMSNorm and its gradient: see ops/rms_norm.c. A block takes a row at a time. */
-#include "ops/cuda/reduce.cuh"
+/* RMSNorm and its gradient: see ops/rms_norm.c.
+ *
+ * In f32, 8 bytes an element: 8192 rows of 4096 take 62 us at 4.3 TB/s, 8192 rows of 64 heads of 128 channels 125 us;
+ * the gradient moves 12 bytes, 94 and 187 us. Either looks at a row twice; the second look finds it in the first-level
+ * cache, 256 KB of a multiprocessor: rows of 16 KB are 80 KB in the 5 blocks that it runs, 64 KB in the gradient's 2.
+ * Plain gives each row a block of 128 threads that read 4 bytes: a short row leaves the memory idle while the block waits
+ * for its sum. Fast gives rows up to 4 KB to a warp each, which needs no barrier, and reads 16 bytes at a time. In the
+ * gradient each thread keeps its columns of dweight in registers over all rows of its team (plain adds to them in
+ * memory, row by row): up to 128 registers, so that 512 threads run at once, each with up to 16 reads under way, up to 128
+ * KB. The blocks, 512 at most, leave one row each to be added: 512 * 4096 * 4 bytes = 8 MB, 4 us. Expected: 85 % of 4.3
+ * TB/s forward, 75 % for the gradient, where the wait of a team for its sums is hidden by few others. */
+#include "ops/cuda/team.cuh"
 
 namespace {
 
@@ -101,16 +111,184 @@ template <typename T> bool rms_norm_grad(const cg_run_args *args, cg_stream *str
                                        (T *)args->out[1].data, r.length, chunks));
 }
 
+/* ---- fast: a team per row, 16 bytes at a time ---- */
+
+template <typename T, int WARPS>
+CG_GLOBAL void rms_norm_packed_kernel(const T *x, const T *weight, T *y, rows r, cg_sum_of<T> eps) {
+    typedef cg_sum_of<T> S;
+    typedef team<WARPS> mine;
+    constexpr int N = pack<T>::N;
+    for (int64_t t = mine::first(); t < r.n; t += mine::all()) {
+        const pack<T> *row = packs(x + t * r.length);
+        S sum = 0;
+        for (int64_t p = mine::lane(); p < r.length / N; p += mine::LANES) {
+            const pack<T> some = row[p];
+            for (int j = 0; j < N; j++) sum += cg_up(some.at[j]) * cg_up(some.at[j]);
+        }
+        const S inverse = 1 / cg_sqrt(mine::sum(sum) / (S)r.length + eps);
+        for (int64_t p = mine::lane(); p < r.length / N; p += mine::LANES) {
+            pack<T> some = row[p], w;
+            if (weight) w = packs(weight)[p];
+            for (int j = 0; j < N; j++)
+                some.at[j] = cg_down<T>(inverse * cg_up(some.at[j]) * (weight ? cg_up(w.at[j]) : (S)1));
+            packs(y + t * r.length)[p] = some;
+        }
+    }
+}
+
+bool rms_norm_fits(const cg_node *node) {
+    return rows_are_packs(node->in[0]->dtype, rows_of(&node->in[0]->shape).length);
+}
+
+template <typename T> bool rms_norm_fast(const cg_run_args *args, cg_stream *stream) {
+    const rows r = rows_of(&args->in[0].shape);
+    const double eps = ((const rms_norm_attr *)args->attr)->eps;
+    const bool warp = row_for_a_warp(args->in[0].dtype, r.length);
+    return CG_LAUNCH((warp ? rms_norm_packed_kernel<T, 1> : rms_norm_packed_kernel<T, TEAM_WARPS>),
+                     cg_blocks(r.n, warp ? TEAM_WARPS : 1), TEAM_THREADS, 0, stream,
+                     (const T *)args->in[0].data, (const T *)args->in[1].data, (T *)args->out[0].data, r,
+                     (cg_sum_of<T>)eps);
+}
+
+/* MOST: packs of a row that a lane may have. parts [blocks, length] gets the block's part of dweight: the columns of each
+ * warp's rows are added in shared memory where a warp is a team. Shared: PER_BLOCK rows of sums, none for one team. */
+template <typename T, int WARPS, int MOST>
+CG_GLOBAL void CG_BOUNDS(TEAM_THREADS, 2)
+    rms_norm_grad_packed_kernel(const T *x, const T *weight, const T *dy, T *dx, cg_sum_of<T> *parts, rows r,
+                                cg_sum_of<T> eps) {
+    typedef cg_sum_of<T> S;
+    typedef team<WARPS> mine;
+    constexpr int N = pack<T>::N;
+    const int64_t n_packs = r.length / N;
+    S part[MOST * N];
+    for (int k = 0; k < MOST * N; k++) part[k] = 0;
+    const int64_t end = cg_cut(r.n, mine::all(), mine::first() + 1);
+    for (int64_t t = cg_cut(r.n, mine::all(), mine::first()); t < end; t++) {
+        const pack<T> *row = packs(x + t * r.length), *drow = packs(dy + t * r.length);
+        S square = 0, dot = 0;
+        for (int k = 0; k < MOST; k++) {
+            const int64_t p = mine::lane() + k * mine::LANES;
+            if (p >= n_packs) break;
+            const pack<T> some = row[p], d = drow[p];
+            pack<T> w;
+            if (weight) w = packs(weight)[p];
+            for (int j = 0; j < N; j++) {
+                square += cg_up(some.at[j]) * cg_up(some.at[j]);
+                dot += (weight ? cg_up(w.at[j]) : (S)1) * cg_up(d.at[j]) * cg_up(some.at[j]);
+            }
+        }
+        const S inverse = 1 / cg_sqrt(mine::sum(square) / (S)r.length + eps);
+        const S along = inverse * inverse * inverse * mine::sum(dot) / (S)r.length;
+#pragma unroll
+        for (int k = 0; k < MOST; k++) { /* unrolled, so that part[..] are registers */
+            const int64_t p = mine::lane() + k * mine::LANES;
+            if (p >= n_packs) continue;
+            pack<T> some = row[p], d = drow[p], w; /* dx may lie in the place of either */
+            if (weight) w = packs(weight)[p];
+            for (int j = 0; j < N; j++) {
+                const S xj = cg_up(some.at[j]), dj = cg_up(d.at[j]);
+                part[k * N + j] += dj * (inverse * xj);
+                some.at[j] = cg_down<T>(inverse * (weight ? cg_up(w.at[j]) : (S)1) * dj - along * xj);
+            }
+            packs(dx + t * r.length)[p] = some;
+        }
+    }
+    if (!weight) return;
+    S *mine_to = parts + blockIdx.x * r.length;
+    CG_DYNAMIC_SHARED(unsigned char, memory);
+    S *sums = (S *)memory; /* [PER_BLOCK, length] */
+    if (mine::PER_BLOCK > 1) mine_to = sums + threadIdx.x / mine::LANES * r.length;
+#pragma unroll
+    for (int k = 0; k < MOST; k++) {
+        const int64_t p = mine::lane() + k * mine::LANES;
+        for (int j = 0; p < n_packs && j < N; j++) mine_to[p * N + j] = part[k * N + j];
+    }
+    if (mine::PER_BLOCK == 1) return;
+    __syncthreads();
+    for (int64_t j = threadIdx.x; j < r.length; j += TEAM_THREADS) {
+        S sum = 0;
+        for (int i = 0; i < mine::PER_BLOCK; i++) sum += sums[i * r.length + j];
+        parts[blockIdx.x * r.length + j] = sum;
+    }
+}
+
+/* dweight: a warp of columns in a block, whose warps share the parts. */
+template <typename T>
+CG_GLOBAL void add_many_parts_kernel(const cg_sum_of<T> *parts, T *dweight, int64_t length, int64_t n_parts) {
+    typedef cg_sum_of<T> S;
+    CG_SHARED(S[TEAM_WARPS][CG_WARP], sums);
+    const int lane = (int)threadIdx.x % CG_WARP, warp = (int)threadIdx.x / CG_WARP;
+    const int64_t j = (int64_t)blockIdx.x * CG_WARP + lane;
+    S sum = 0;
+    if (j < length)
+        for (int64_t c = warp; c < n_parts; c += TEAM_WARPS) sum += parts[c * length + j];
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp || j >= length) return;
+    for (int i = 1; i < TEAM_WARPS; i++) sum += sums[i][lane];
+    dweight[j] = cg_down<T>(sum);
+}
+
+constexpr int64_t LONGEST = 8 * TEAM_THREADS * 16; /* bytes of a row: 8 packs for each thread of a block */
+
+bool rms_norm_grad_fits(const cg_node *node) {
+    const cg_dtype dtype = node->in[0]->dtype;
+    const int64_t length = rows_of(&node->in[0]->shape).length;
+    return rows_are_packs(dtype, length) && length * (int64_t)cg_dtype_bytes(dtype) <= LONGEST;
+}
+
+/* Blocks by the number of rows alone, eight rows for a team at least. */
+int64_t grad_blocks(cg_dtype dtype, rows r) {
+    const int64_t rows_of_block = row_for_a_warp(dtype, r.length) ? 8 * TEAM_WARPS : 8, most = 512;
+    const int64_t blocks = r.n / rows_of_block;
+    return blocks < 1 ? 1 : blocks > most ? most : blocks;
+}
+
+size_t rms_norm_grad_fast_workspace(const cg_node *node) {
+    const cg_dtype dtype = node->in[0]->dtype;
+    const rows r = rows_of(&node->in[0]->shape);
+    const size_t sum = dtype == CG_F64 ? sizeof(double) : sizeof(float);
+    return node->in[1] ? cg_piece((size_t)(grad_blocks(dtype, r) * r.length) * sum) : 0;
+}
+
+template <typename T> bool rms_norm_grad_fast(const cg_run_args *args, cg_stream *stream) {
+    typedef cg_sum_of<T> S;
+    const rows r = rows_of(&args->in[0].shape);
+    const double eps = ((const rms_norm_attr *)args->attr)->eps;
+    const T *weight = (const T *)args->in[1].data;
+    const bool warp = row_for_a_warp(args->in[0].dtype, r.length);
+    const bool short_row = r.length * (int64_t)sizeof(T) <= 1024;
+    const int64_t blocks = grad_blocks(args->in[0].dtype, r);
+    return CG_LAUNCH((short_row ? rms_norm_grad_packed_kernel<T, 1, 2>
+                      : warp    ? rms_norm_grad_packed_kernel<T, 1, 8>
+                                : rms_norm_grad_packed_kernel<T, TEAM_WARPS, 8>),
+                     (unsigned)blocks, TEAM_THREADS,
+                     weight && warp ? TEAM_WARPS * (size_t)r.length * sizeof(S) : 0, stream,
+                     (const T *)args->in[0].data, weight, (const T *)args->in[2].data, (T *)args->out[0].data,
+                     (S *)args->workspace, r, (S)eps) &&
+           (!weight ||
+            CG_LAUNCH(add_many_parts_kernel<T>, (unsigned)((r.length + CG_WARP - 1) / CG_WARP), TEAM_THREADS, 0,
+                      stream, (S *)args->workspace, (T *)args->out[1].data, r.length, blocks));
+}
+
 } // namespace
 
 extern "C" const cg_cuda_op cg_cuda_rms_norm = {
     .op = "rms_norm",
-    .variants = {{.name = "plain", .launch = {rms_norm<float>, rms_norm<double>}}},
+    .variants = {{.name = "plain", .launch = {rms_norm<float>, rms_norm<double>, nullptr, rms_norm<cg_bf16>}},
+                 {.name = "fast",
+                  .launch = {rms_norm_fast<float>, rms_norm_fast<double>, nullptr, rms_norm_fast<cg_bf16>},
+                  .fits = rms_norm_fits}},
 };
 
 extern "C" const cg_cuda_op cg_cuda_rms_norm_grad = {
     .op = "rms_norm_grad",
     .variants = {{.name = "plain",
-                  .launch = {rms_norm_grad<float>, rms_norm_grad<double>},
-                  .workspace = rms_norm_grad_workspace}},
+                  .launch = {rms_norm_grad<float>, rms_norm_grad<double>, nullptr, rms_norm_grad<cg_bf16>},
+                  .workspace = rms_norm_grad_workspace},
+                 {.name = "fast",
+                  .launch = {rms_norm_grad_fast<float>, rms_norm_grad_fast<double>, nullptr,
+                             rms_norm_grad_fast<cg_bf16>},
+                  .workspace = rms_norm_grad_fast_workspace,
+                  .fits = rms_norm_grad_fits}},
 };
