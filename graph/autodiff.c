@@ -6,9 +6,20 @@
 /* One walk over the forward nodes, last first. grads[id] is the gradient of a value as far as its readers
  * have been visited; creation order is a topological order, so all of them have been when its producer is. */
 
+cg_dtype cg_gradient_dtype(const cg_graph *graph, const cg_value *value) {
+    const cg_node *node = value->producer;
+    return node && node->op == graph->ops->cast && value->dtype == CG_BF16 ? node->in[0]->dtype : value->dtype;
+}
+
+static cg_value *widened(cg_graph *graph, cg_value *x) {
+    if (x->dtype == CG_F32) return x;
+    return cg_apply(graph, graph->ops->cast, &(cg_cast_attr){CG_F32}, &x, 1);
+}
+
 static void add_gradient(cg_graph *graph, cg_value **grads, const cg_value *value, cg_value *grad) {
     if (!grad) return;
-    if (grad->dtype != value->dtype || !cg_shape_equal(&grad->shape, &value->shape)) {
+    const bool fits = grad->dtype == value->dtype || grad->dtype == cg_gradient_dtype(graph, value);
+    if (!fits || !cg_shape_equal(&grad->shape, &value->shape)) {
         char name[256], want[128], got[128];
         cg_graph_fail(graph, "the gradient of %s is %s %s, expected %s %s",
                       cg_value_text(value, name, sizeof name), cg_dtype_name(grad->dtype),
@@ -17,7 +28,13 @@ static void add_gradient(cg_graph *graph, cg_value **grads, const cg_value *valu
         return;
     }
     cg_value **sum = &grads[value->id];
-    *sum = *sum ? cg_apply(graph, graph->ops->sum, NULL, (cg_value *[]){*sum, grad}, 2) : grad;
+    if (!*sum) {
+        *sum = grad;
+        return;
+    }
+    cg_value *terms[2] = {*sum, grad};
+    for (int i = 0; i < 2 && terms[0]->dtype != terms[1]->dtype; i++) terms[i] = widened(graph, terms[i]);
+    *sum = cg_apply(graph, graph->ops->sum, NULL, terms, 2);
 }
 
 static void differentiate(cg_graph *graph, const cg_node *node, cg_value **grads) {

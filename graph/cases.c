@@ -1,5 +1,6 @@
 #include "graph/cases.h"
 
+#include "core/bf16.h"
 #include "core/rng.h"
 
 #include <stdio.h>
@@ -29,6 +30,7 @@ static void build_input(cg_case_graph *built, int i, cg_dtype real) {
     char name[64];
     snprintf(name, sizeof name, built->op->variadic ? "%s%d" : "%s", cg_op_in_name(built->op, i), i);
     cg_leaf_kind kind = !is_index && differentiable && !input->constant ? CG_LEAF_PARAMETER : CG_LEAF_INPUT;
+    if (built->op->statistic_in & CG_BIT(built->op->variadic ? 0 : i)) real = cg_statistic_dtype(real);
     built->in[i] = cg_leaf(built->graph, kind, name, is_index ? CG_I32 : real, input->shape);
 }
 
@@ -66,14 +68,15 @@ void cg_case_free(cg_case_graph *built) {
 }
 
 static bool fill_normal(cg_exec *exec, const cg_value *leaf, double offset, double scale, const double *given,
-                        cg_error *error) {
+                        bool as_bf16, cg_error *error) {
     int64_t n = cg_shape_count(&leaf->shape);
     uint64_t stream = cg_random_stream(leaf->name);
     void *data = malloc((size_t)cg_tensor_bytes(leaf->dtype, &leaf->shape) + 1);
     if (!data) return cg_fail(error, CG_FAILED, "out of memory for the input %s of a case", leaf->name);
-    for (int64_t i = 0; i < n; i++)
-        cg_real_set(leaf->dtype, data, i,
-                    (float)(given ? given[i] : offset + scale * cg_random_normal(1, stream, (uint64_t)i)));
+    for (int64_t i = 0; i < n; i++) {
+        float x = (float)(given ? given[i] : offset + scale * cg_random_normal(1, stream, (uint64_t)i));
+        cg_real_set(leaf->dtype, data, i, as_bf16 ? cg_bf16_get(cg_bf16_of(x)) : x);
+    }
     cg_exec_write(exec, leaf, data);
     free(data);
     return true;
@@ -87,10 +90,13 @@ bool cg_case_fill(const cg_case_graph *built, cg_exec *exec, cg_error *error) {
         if (built->in[i]->dtype == CG_I32)
             cg_exec_write(exec, built->in[i], input->i32);
         else
-            ok = fill_normal(exec, built->in[i], input->offset, input->scale != 0 ? input->scale : 1,
-                             input->real, error);
+            ok = fill_normal(
+                exec, built->in[i], input->offset, input->scale != 0 ? input->scale : 1, input->real,
+                built->as_bf16 && !(built->op->statistic_in & CG_BIT(built->op->variadic ? 0 : i)), error);
     }
-    for (int k = 0; ok && k < built->n_seeds; k++) ok = fill_normal(exec, built->seed[k], 0, 1, NULL, error);
+    for (int k = 0; ok && k < built->n_seeds; k++)
+        ok = fill_normal(exec, built->seed[k], 0, 1, NULL,
+                         built->as_bf16 && !(built->op->statistic_out & CG_BIT(built->seeded[k]->slot)), error);
     return ok;
 }
 

@@ -18,6 +18,7 @@ typedef struct cg_case_graph {
     int n_wrt; /* inputs whose gradient is built */
     cg_value *wrt[CG_MAX_IN], *grad[CG_MAX_IN];
     int wrt_input[CG_MAX_IN]; /* their input numbers */
+    bool as_bf16; /* set it before cg_case_fill to have the values of a bf16 graph in one of another dtype */
 } cg_case_graph;
 
 /* Build a case with real inputs of the given dtype; all outputs and gradients are kept. False when memory is
@@ -26,8 +27,7 @@ bool cg_case_build(const cg_op_set *ops, const cg_op *op, const cg_case *the_cas
                    cg_case_graph *built);
 void cg_case_free(cg_case_graph *built);
 
-/* Write the inputs and the output gradients. The same case has the same values, rounded to f32, in both dtypes.
- */
+/* Write the inputs and the output gradients. The same case has the same values, rounded to f32, in f32 and f64. */
 bool cg_case_fill(const cg_case_graph *built, cg_exec *exec, cg_error *error);
 
 /* Names of the op's inputs and outputs that its backward reads, in table order, separated by blanks. */

@@ -1,5 +1,7 @@
 #include "graph/exec.h"
 
+#include "graph/widen.h"
+
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -161,7 +163,7 @@ static bool workspace_of(const cg_plan *plan, const cg_node *node, size_t *bytes
     cg_device_kernel kernel = {0};
     if (plan->backend && !node->op->alias && !plan->backend->kernel_of(plan->backend, node, &kernel, error))
         return false;
-    *bytes = plan->backend ? kernel.workspace : node->op->workspace ? node->op->workspace(node) : 0;
+    *bytes = plan->backend ? kernel.workspace : cg_node_workspace(node);
     return true;
 }
 
@@ -187,7 +189,7 @@ static bool make_steps(cg_exec *exec, cg_error *error) {
         if (step->workspace_bytes > (planned < 0 ? 0 : (size_t)plan->storages[planned].bytes))
             return cg_fail(error, CG_FAILED, "%s%s%s needs %zu bytes of workspace, the plan has fewer",
                            node->scope, node->scope[0] ? ": " : "", node->op->name, step->workspace_bytes);
-        if (!plan->backend && !node->op->alias && !node->op->run[cg_node_dtype(node)])
+        if (!plan->backend && !cg_node_has_kernel(node))
             return cg_fail(error, CG_BAD_INPUT, "%s%s%s has no kernel for %s", node->scope,
                            node->scope[0] ? ": " : "", node->op->name, cg_dtype_name(cg_node_dtype(node)));
     }
@@ -494,8 +496,7 @@ static bool run_kernel(cg_exec *exec, int t, cg_error *error) {
     cg_run_args *args = &exec->steps[t].args;
     args->error = error;
     if (exec->device) return exec->plan->kernels[t].launch(args, cg_device_stream(exec->device));
-    const cg_node *node = exec->plan->steps[t];
-    return node->op->run[cg_node_dtype(node)](args);
+    return cg_node_run(exec->plan->steps[t], args);
 }
 
 static bool run_watched(cg_exec *exec, int t, cg_error *error) {

@@ -165,7 +165,8 @@ cg_value *cg_leaf(cg_graph *graph, cg_leaf_kind kind, const char *name, cg_dtype
     }
     if (kind == CG_LEAF_NONE) return cg_graph_fail(graph, "leaf %s has no kind", name);
     if (kind == CG_LEAF_PARAMETER && !cg_dtype_is_real(dtype))
-        return cg_graph_fail(graph, "parameter %s is %s, expected f32 or f64", name, cg_dtype_name(dtype));
+        return cg_graph_fail(graph, "parameter %s is %s, expected f32, f64 or bf16", name,
+                             cg_dtype_name(dtype));
     cg_value *value =
         value_new(graph, "", pool_text(graph, name), pool_text(graph, graph->scope), dtype, shape);
     if (!value) return NULL;
@@ -297,16 +298,23 @@ bool cg_expect_dim(cg_infer *infer, int i, int axis, int64_t dim, const char *be
                      cg_shape_text(&value->shape, text, sizeof text), (long long)dim, axis, because);
 }
 
+static bool is_statistic(const cg_op *op, int i) { return op->statistic_in & CG_BIT(op->variadic ? 0 : i); }
+
+cg_dtype cg_statistic_dtype(cg_dtype dtype) { return dtype == CG_BF16 ? CG_F32 : dtype; }
+
 bool cg_expect_dtype(cg_infer *infer, int i, cg_dtype dtype) {
+    if (is_statistic(infer->op, i)) dtype = cg_statistic_dtype(dtype);
     if (infer->in[i]->dtype == dtype) return true;
     return cg_refuse(infer, "%s is %s, expected %s", cg_op_in_name(infer->op, i),
                      cg_dtype_name(infer->in[i]->dtype), cg_dtype_name(dtype));
 }
 
 bool cg_expect_real(cg_infer *infer, int i) {
-    if (cg_dtype_is_real(infer->in[i]->dtype)) return true;
-    return cg_refuse(infer, "%s is %s, expected f32 or f64", cg_op_in_name(infer->op, i),
-                     cg_dtype_name(infer->in[i]->dtype));
+    const cg_dtype dtype = infer->in[i]->dtype;
+    const bool statistic = is_statistic(infer->op, i);
+    if (cg_dtype_is_real(dtype) && !(statistic && dtype == CG_BF16)) return true;
+    return cg_refuse(infer, "%s is %s, expected %s", cg_op_in_name(infer->op, i), cg_dtype_name(dtype),
+                     statistic ? "f32 or f64" : "f32, f64 or bf16");
 }
 
 bool cg_expect_same(cg_infer *infer, int i, int j) {
@@ -320,7 +328,7 @@ bool cg_expect_same(cg_infer *infer, int i, int j) {
 }
 
 void cg_infer_out(cg_infer *infer, int slot, cg_dtype dtype, cg_shape shape) {
-    infer->out_dtype[slot] = dtype;
+    infer->out_dtype[slot] = infer->op->statistic_out & CG_BIT(slot) ? cg_statistic_dtype(dtype) : dtype;
     infer->out_shape[slot] = shape;
 }
 
@@ -331,11 +339,14 @@ const cg_op *cg_op_find(const cg_op_set *ops, const char *name) {
 }
 
 cg_dtype cg_node_dtype(const cg_node *node) {
-    for (int i = 0; i < node->n_in; i++)
-        if (node->in[i] && cg_dtype_is_real(node->in[i]->dtype)) return node->in[i]->dtype;
-    for (int s = 0; s < node->n_out; s++)
-        if (cg_dtype_is_real(node->out[s]->dtype)) return node->out[s]->dtype;
-    return CG_I32;
+    cg_dtype first = CG_I32;
+    for (int i = 0; i < node->n_in + node->n_out; i++) {
+        const cg_value *value = i < node->n_in ? node->in[i] : node->out[i - node->n_in];
+        if (!value || !cg_dtype_is_real(value->dtype)) continue;
+        if (value->dtype == CG_BF16) return CG_BF16;
+        if (first == CG_I32) first = value->dtype;
+    }
+    return first;
 }
 
 bool cg_wants_grad(const cg_node *node, int i) {

@@ -34,14 +34,18 @@ typedef struct cg_infer {
 bool cg_refuse(cg_infer *infer, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* The usual checks, each with its own sentence; false when refused. `dim` of expect_dim is the size that the
- * axis must have, `because` says whose size that is ("columns of x"). real: f32 or f64. */
+ * axis must have, `because` says whose size that is ("columns of x"). real: f32, f64 or bf16. A statistic (see cg_op)
+ * is expected in cg_statistic_dtype of what is asked for, and is never bf16. */
 bool cg_expect_dims(cg_infer *infer, int i, int n_dims);
 bool cg_expect_dim(cg_infer *infer, int i, int axis, int64_t dim, const char *because);
 bool cg_expect_dtype(cg_infer *infer, int i, cg_dtype dtype);
 bool cg_expect_real(cg_infer *infer, int i);
 bool cg_expect_same(cg_infer *infer, int i, int j); /* dtype and shape of i equal those of j */
 
-/* Set output `slot`. */
+/* The dtype of statistics beside values of a dtype: f32 beside bf16, else the same. */
+cg_dtype cg_statistic_dtype(cg_dtype dtype);
+
+/* Set output `slot`; where that is a statistic, to cg_statistic_dtype of the dtype. */
 void cg_infer_out(cg_infer *infer, int slot, cg_dtype dtype, cg_shape shape);
 
 /* What recompute may do with a node. */
@@ -64,14 +68,15 @@ typedef struct cg_run_args {
     const cg_tensor *in; /* .data is NULL for an absent optional input */
     const cg_tensor *out;
     const void *attr;
-    void *workspace; /* as many bytes as the op's workspace() said, 64-byte aligned */
-    cg_error *error; /* the executor puts scope and op before the sentence */
+    void *workspace;        /* as many bytes as the op's workspace() said, 64-byte aligned */
+    cg_error *error;        /* the executor puts scope and op before the sentence */
     cg_device_fault *fault; /* on a device alone: where its kernels report wrong data (graph/backend.h) */
+    int64_t first_row; /* of an op that is cut by_row: number, in the whole, of the first row that is here */
 } cg_run_args;
 
 typedef bool (*cg_kernel)(const cg_run_args *args);
 
-/* One input of a case. Real inputs run as f32 and as f64. */
+/* One input of a case. Real inputs run as f32, f64 and bf16. */
 typedef struct cg_case_input {
     bool absent;      /* an optional input left out */
     bool constant;    /* a real input with no gradient wanted */
@@ -91,8 +96,9 @@ typedef struct cg_case {
     const char *crosses;   /* the saved set: names of this op's inputs and outputs that its backward reads */
     const char *refuses;   /* building must fail with a sentence holding this text; nothing is run */
     const char *run_error; /* running must fail with a sentence holding this text (bad data) */
-    bool large;            /* too large for a gradient check: f32 against f64 only */
+    bool large;            /* too large for a gradient check: f32 and bf16 against f64 only */
     double f32_bound;      /* relative norm of f32 against f64; 0 means 1e-5 */
+    double bf16_bound;     /* that of values in bf16, from inputs in bf16; 0 means 2^-8, a rounding of each */
 } cg_case;
 
 #define CG_CASES(array) .cases = (array), .n_cases = (int)(sizeof(array) / sizeof((array)[0]))
@@ -116,22 +122,34 @@ struct cg_op {
     bool alias;          /* output 0 is input 0 under another shape or name: no bytes, no kernel */
     unsigned overwrites; /* bits of inputs whose place output 0 may take when they die here (elementwise) */
     unsigned mutates;    /* bits of leaf inputs changed in place (optimizer, gradient sums) */
+
+    /* bf16 is for values there are many of. Bits of real inputs and outputs that are f32 beside it: sums over rows,
+     * log-sums, probabilities, scores that are chosen by, losses, and parameters of which each row reads all. */
+    unsigned statistic_in, statistic_out;
+    /* How the f32 kernel may be run on bf16 values a block at a time, where there is no kernel for them
+     * (graph/widen.h). Bits of inputs, cut along axis 0: row t of an output depends on row t of these, on all of the
+     * other inputs, and on t. 0: only the whole can be run. */
+    unsigned by_row;
+    unsigned summed;  /* bits of outputs that are sums over the rows instead of having any */
+    bool elementwise; /* an element depends on its place in every input alone: any block of elements will do */
+
     cg_replay replay;
 
     cg_cost (*cost)(const cg_node *node);
     size_t (*workspace)(const cg_node *node); /* exact scratch bytes, library scratch included; NULL: none */
-    cg_kernel run[CG_DTYPES]; /* by dtype of the first real input or output; CG_I32 when there is none */
+    cg_kernel run[CG_DTYPES]; /* by cg_node_dtype. None for bf16: the one for f32 is run (graph/widen.h) */
 
     const cg_case *cases; /* an op without cases is refused by the test run */
     int n_cases;
 };
 
-/* All ops, and the two that autodiff itself needs. */
+/* All ops, and those that autodiff itself needs. */
 struct cg_op_set {
     const cg_op *const *list;
     int n;
     const cg_op *sum;   /* y = a + b: two gradients of one value */
     const cg_op *zeros; /* a zero tensor: the gradient of what nothing reaches; attr is a cg_zeros_attr */
+    const cg_op *cast;  /* f32 to bf16 and back; attr is a cg_cast_attr. NULL: only where nothing is bf16 */
 };
 
 typedef struct cg_zeros_attr {
@@ -139,10 +157,19 @@ typedef struct cg_zeros_attr {
     cg_shape shape;
 } cg_zeros_attr;
 
+typedef struct cg_cast_attr {
+    cg_dtype to; /* f32 or bf16 */
+} cg_cast_attr;
+
+/* The dtype that is best for a gradient of a value: f32 where the value is a bf16 copy of an f32 one, since the gradient
+ * ends in f32 then; else that of the value. Autodiff takes both, and adds them up in f32. */
+cg_dtype cg_gradient_dtype(const cg_graph *graph, const cg_value *value);
+
 /* An op by name; NULL when there is none. */
 const cg_op *cg_op_find(const cg_op_set *ops, const char *name);
 
-/* The dtype whose kernel a node runs. */
+/* The dtype whose kernel a node runs: bf16 when any input or output is, else that of the first real one, CG_I32 when
+ * there is none. */
 cg_dtype cg_node_dtype(const cg_node *node);
 
 /* True when the gradient of input i is wanted. */

@@ -1,5 +1,7 @@
 #include "graph/plan.h"
 
+#include "graph/widen.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -118,8 +120,8 @@ static bool find_workspace(cg_plan *plan, int t, size_t *bytes, cg_error *error)
         if (!plan->backend->kernel_of(plan->backend, node, kernel, error)) return false;
         if (kernel->describe) plan->fault_of[t] = plan->n_faults++;
         *bytes = kernel->workspace;
-    } else if (node->op->workspace) {
-        *bytes = node->op->workspace(node);
+    } else {
+        *bytes = cg_node_workspace(node);
     }
     return *bytes <= INT64_MAX / 2 ||
            cg_fail(error, CG_BAD_INPUT, "%s%s%s: its workspace of %zu bytes does not fit a plan", node->scope,

@@ -55,6 +55,7 @@ const cg_op cg_op_accumulate = {
     .infer = accumulate_infer,
     .no_grad = "cannot: it changes a leaf",
     .mutates = CG_BIT(0),
+    .statistic_in = CG_BIT(0) | CG_BIT(1) | CG_BIT(2),
     .replay = CG_REPLAY_SAME_BITS,
     .cost = accumulate_cost,
     .run = CG_RUN(accumulate),

@@ -167,6 +167,7 @@ const cg_op cg_op_adamw = {
     .infer = adamw_infer,
     .no_grad = "cannot: it changes leaves",
     .mutates = CG_BIT(PARAM) | CG_BIT(M) | CG_BIT(V),
+    .statistic_in = CG_BIT(PARAM) | CG_BIT(M) | CG_BIT(V) | CG_BIT(GRAD) | CG_BIT(NORM) | CG_BIT(SCHEDULE),
     .replay = CG_REPLAY_SAME_BITS,
     .cost = adamw_cost,
     .run = CG_RUN(adamw),

@@ -45,6 +45,7 @@ const cg_op cg_op_add = {
     .differentiable = CG_BIT(0) | CG_BIT(1),
     .grad = add_build_grad,
     .overwrites = CG_BIT(0) | CG_BIT(1),
+    .elementwise = true,
     .replay = CG_REPLAY_SAME_BITS,
     .cost = add_cost,
     .run = CG_RUN(add),

@@ -50,6 +50,7 @@ const cg_op cg_op_argmax = {
     .out = {"y"},
     .infer = argmax_infer,
     .no_grad = "cannot: indices",
+    .by_row = CG_BIT(0),
     .replay = CG_REPLAY_CHOICE,
     .cost = argmax_cost,
     .run = CG_RUN(argmax),
@@ -84,8 +85,8 @@ static bool KERNEL(argmax)(const cg_run_args *args) {
                 break;
             }
     }
-    return bad == T ||
-           cg_fail(args->error, CG_BAD_INPUT, "row %lld of x holds NaN, expected numbers", (long long)bad);
+    return bad == T || cg_fail(args->error, CG_BAD_INPUT, "row %lld of x holds NaN, expected numbers",
+                               (long long)(args->first_row + bad));
 }
 
 #endif

@@ -52,7 +52,7 @@ static bool targets_fit(const cg_run_args *args) {
         if (targets[t] < -1 || targets[t] >= V)
             return cg_fail(args->error, CG_BAD_INPUT,
                            "row %lld of targets is %d, expected -1 or a column of logits, 0 to %lld",
-                           (long long)t, (int)targets[t], (long long)V - 1);
+                           (long long)(args->first_row + t), (int)targets[t], (long long)V - 1);
     return true;
 }
 
@@ -143,6 +143,9 @@ const cg_op cg_op_cross_entropy = {
     .differentiable = CG_BIT(0),
     .constant_out = CG_BIT(1),
     .grad = cross_entropy_build_grad,
+    .statistic_out = CG_BIT(0) | CG_BIT(1),
+    .by_row = CG_BIT(0) | CG_BIT(1),
+    .summed = CG_BIT(0),
     .replay = CG_REPLAY_SAME_BITS,
     .cost = cross_entropy_cost,
     .workspace = cross_entropy_workspace,
@@ -177,6 +180,8 @@ const cg_op cg_op_cross_entropy_grad = {
     .infer = cross_entropy_grad_infer,
     .no_grad = "not yet: second derivatives",
     .overwrites = CG_BIT(0),
+    .statistic_in = CG_BIT(2) | CG_BIT(3),
+    .by_row = CG_BIT(0) | CG_BIT(1) | CG_BIT(2),
     .replay = CG_REPLAY_SAME_BITS,
     .cost = cross_entropy_grad_cost,
     .run = CG_RUN(cross_entropy_grad),

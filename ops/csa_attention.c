@@ -112,6 +112,7 @@ static bool csa_attention_grad_infer(cg_infer *infer) {
 /* What a call works on. */
 typedef struct attention_sizes {
     int64_t T, H, D, C, K, W;
+    int64_t first, kv_rows; /* number, among all kv rows, of the first of the T rows */
     const int32_t *rows, *topk;
     double scale;
 } attention_sizes;
@@ -125,6 +126,8 @@ static attention_sizes sizes_of(const cg_run_args *args) {
                              .C = in[CKV].data ? in[CKV].shape.dims[0] : 0,
                              .K = in[TOPK].data ? in[TOPK].shape.dims[1] : 0,
                              .W = attr->window,
+                             .first = args->first_row,
+                             .kv_rows = in[KV].shape.dims[0],
                              .rows = in[ROWS].data,
                              .topk = in[TOPK].data,
                              .scale = attr->scale};
@@ -134,7 +137,8 @@ static attention_sizes sizes_of(const cg_run_args *args) {
 static bool facts_fit(const attention_sizes *z, int64_t t) {
     const int32_t *row = z->rows + t * CG_ROW_FIELDS;
     int64_t position = row[CG_ROW_POSITION], first = row[CG_ROW_COMPRESSED], visible = row[CG_ROW_VISIBLE];
-    if (position != -1 && (position < 0 || row[CG_ROW_START] < 0 || row[CG_ROW_START] + position != t))
+    if (position != -1 &&
+        (position < 0 || row[CG_ROW_START] < 0 || row[CG_ROW_START] + position != z->first + t))
         return false;
     return visible == 0 || !z->topk || (visible > 0 && first >= 0 && first + visible <= z->C);
 }
@@ -165,14 +169,15 @@ static bool rows_fit(const cg_run_args *args) {
             args->error, CG_BAD_INPUT,
             "row %lld: start %d, position %d, %d compressed rows visible from %d on do not fit %lld rows "
             "and %lld compressed ones",
-            (long long)bad, row[CG_ROW_START], row[CG_ROW_POSITION], row[CG_ROW_VISIBLE],
-            row[CG_ROW_COMPRESSED], (long long)z.T, (long long)z.C);
+            (long long)(z.first + bad), row[CG_ROW_START], row[CG_ROW_POSITION], row[CG_ROW_VISIBLE],
+            row[CG_ROW_COMPRESSED], (long long)z.kv_rows, (long long)z.C);
     int64_t k = 0;
     while (chosen_fits(row, z.topk[bad * z.K + k])) k++;
     return cg_fail(
         args->error, CG_BAD_INPUT,
         "topk of row %lld, place %lld is %d, expected -1 or one of the %d compressed rows it sees, from %d on",
-        (long long)bad, (long long)k, z.topk[bad * z.K + k], row[CG_ROW_VISIBLE], row[CG_ROW_COMPRESSED]);
+        (long long)(z.first + bad), (long long)k, z.topk[bad * z.K + k], row[CG_ROW_VISIBLE],
+        row[CG_ROW_COMPRESSED]);
 }
 
 /* The runs of rows that backward sums apart. */
@@ -181,9 +186,10 @@ typedef struct attention_runs {
     int64_t halo;        /* rows before a run that its windows reach */
 } attention_runs;
 
-static attention_runs runs_of(int64_t T, int64_t W) {
-    attention_runs runs = {.rows = max64((T + RUNS - 1) / RUNS, RUN_ROWS), .halo = min64(max64(W - 1, 0), T)};
-    runs.count = (T + runs.rows - 1) / runs.rows;
+static attention_runs runs_of(const attention_sizes *z) {
+    attention_runs runs = {.rows = max64((z->T + RUNS - 1) / RUNS, RUN_ROWS),
+                           .halo = min64(max64(z->W - 1, 0), z->kv_rows)};
+    runs.count = (z->T + runs.rows - 1) / runs.rows;
     return runs;
 }
 
@@ -198,7 +204,8 @@ static size_t workspace_bytes(const cg_node *node, bool backward) {
                          .D = q->dims[2],
                          .C = cg_dim(node->in[CKV], 0),
                          .K = cg_dim(node->in[TOPK], 1),
-                         .W = attr->window};
+                         .W = attr->window,
+                         .kv_rows = cg_dim(node->in[KV], 0)};
     bool is_f32 = node->in[Q]->dtype == CG_F32;
     panel_carver slot = {0}, all = {0};
     if (is_f32)
@@ -399,6 +406,9 @@ const cg_op cg_op_csa_attention = {
     .differentiable = CG_BIT(Q) | CG_BIT(KV) | CG_BIT(CKV) | CG_BIT(SINK),
     .constant_out = CG_BIT(1) | CG_BIT(2) | CG_BIT(3),
     .grad = csa_attention_build_grad,
+    .statistic_in = CG_BIT(SINK),
+    .statistic_out = CG_BIT(1) | CG_BIT(2) | CG_BIT(3),
+    .by_row = CG_BIT(Q) | CG_BIT(TOPK) | CG_BIT(ROWS),
     .replay = CG_REPLAY_SAME_BITS,
     .cost = csa_attention_cost,
     .workspace = csa_attention_workspace,
@@ -415,6 +425,10 @@ const cg_op cg_op_csa_attention_grad = {
     .attr_bytes = sizeof(csa_attention_attr),
     .infer = csa_attention_grad_infer,
     .no_grad = "not yet: second derivatives",
+    .statistic_in = CG_BIT(SINK) | CG_BIT(LSE),
+    .statistic_out = CG_BIT(2),
+    .by_row = CG_BIT(Q) | CG_BIT(TOPK) | CG_BIT(ROWS) | CG_BIT(LSE) | CG_BIT(DOUT),
+    .summed = CG_BIT(1) | CG_BIT(2) | CG_BIT(3),
     .replay = CG_REPLAY_SAME_BITS,
     .cost = csa_attention_grad_cost,
     .workspace = csa_attention_grad_workspace,
@@ -456,7 +470,7 @@ typedef struct KERNEL(attention_scratch) {
 
 static KERNEL(attention_scratch)
     KERNEL(attention_scratch_of)(panel_carver *from, const attention_sizes *z, bool backward) {
-    const int64_t Hp = panel_heads(z->H, sizeof(REAL)), N = min64(z->W, z->T) + z->K, D = z->D;
+    const int64_t Hp = panel_heads(z->H, sizeof(REAL)), N = min64(z->W, z->kv_rows) + z->K, D = z->D;
     KERNEL(attention_scratch) s = {0};
     s.qt = panel_carve(from, D * Hp, sizeof(REAL));
     s.x = panel_carve(from, N * Hp, sizeof(REAL));
@@ -512,8 +526,9 @@ typedef struct KERNEL(attention_keys) {
 static KERNEL(attention_keys) KERNEL(gather)(const attention_sizes *z, const REAL *kv, const REAL *ckv,
                                              int64_t t, const KERNEL(attention_scratch) * s) {
     const int32_t *row = z->rows + t * CG_ROW_FIELDS;
-    KERNEL(attention_keys) keys = {.low = max64(row[CG_ROW_START], t - z->W + 1)};
-    if (row[CG_ROW_POSITION] >= 0) keys.n_window = t + 1 - keys.low;
+    const int64_t own = z->first + t;
+    KERNEL(attention_keys) keys = {.low = max64(row[CG_ROW_START], own - z->W + 1)};
+    if (row[CG_ROW_POSITION] >= 0) keys.n_window = own + 1 - keys.low;
     int64_t n = 0;
     for (; n < keys.n_window; n++) s->key[n] = kv + (keys.low + n) * z->D;
     for (int64_t k = 0; k < z->K; k++) {
@@ -646,7 +661,7 @@ typedef struct KERNEL(attention_partials) {
 } KERNEL(attention_partials);
 
 static KERNEL(attention_partials) KERNEL(attention_partials_of)(panel_carver *from, const attention_sizes *z) {
-    const attention_runs runs = runs_of(z->T, z->W);
+    const attention_runs runs = runs_of(z);
     KERNEL(attention_partials) partials;
     partials.dckv = panel_carve(from, runs.count * z->C * z->D, sizeof(REAL));
     partials.halo = panel_carve(from, runs.count * runs.halo * z->D, sizeof(REAL));
@@ -672,7 +687,7 @@ static void KERNEL(attention_run_grad)(const cg_run_args *args, const attention_
     const REAL *lse = args->in[LSE].data, *dout = args->in[DOUT].data;
     REAL *dq = args->out[0].data, *dkv = args->out[1].data;
     const int64_t H = z->H, Hp = columns->heads, D = z->D, first = r * runs->rows,
-                  last = min64(first + runs->rows, z->T);
+                  last = min64(first + runs->rows, z->T), own = z->first + first; /* kv rows from `own` on */
     const size_t row_bytes = (size_t)D * sizeof(REAL);
     REAL *halo = partials->halo + r * runs->halo * D, *dckv = partials->dckv + r * z->C * D;
     double *dsink = partials->dsink + r * H;
@@ -686,7 +701,7 @@ static void KERNEL(attention_run_grad)(const cg_run_args *args, const attention_
     partials->low[r] = low;
     partials->high[r] = high;
     if (low < high) memset(dckv + low * D, 0, (size_t)(high - low) * row_bytes);
-    memset(dkv + first * D, 0, (size_t)(last - first) * row_bytes);
+    memset(dkv + own * D, 0, (size_t)(last - first) * row_bytes);
     memset(halo, 0, (size_t)runs->halo * row_bytes);
     for (int64_t h = 0; h < H; h++) dsink[h] = 0;
 
@@ -720,7 +735,7 @@ static void KERNEL(attention_run_grad)(const cg_run_args *args, const attention_
         }
         for (int64_t i = 0; i < keys.n_window; i++) {
             int64_t j = keys.low + i;
-            s->dkey[i] = j >= first ? dkv + j * D : halo + (j - (first - runs->halo)) * D;
+            s->dkey[i] = j >= own ? dkv + j * D : halo + (j - (own - runs->halo)) * D;
         }
         for (int64_t i = 0; i < keys.n_chosen; i++)
             s->dkey[keys.n_window + i] = dckv + z->topk[t * z->K + s->place[i]] * D;
@@ -739,7 +754,7 @@ static void KERNEL(attention_run_grad)(const cg_run_args *args, const attention_
 
 static bool KERNEL(csa_attention_grad)(const cg_run_args *args) {
     const attention_sizes z = sizes_of(args);
-    const attention_runs runs = runs_of(z.T, z.W);
+    const attention_runs runs = runs_of(&z);
     const int64_t D = z.D;
     if (!rows_fit(args)) return false;
     REAL *dkv = args->out[1].data, *dsink = args->out[2].data,
@@ -748,6 +763,9 @@ static bool KERNEL(csa_attention_grad)(const cg_run_args *args) {
     KERNEL(attention_scratch_of)(&slot, &z, true);
     panel_carve(&all, cg_thread_slots(), slot.used);
     const KERNEL(attention_partials) partials = KERNEL(attention_partials_of)(&all, &z);
+    const int64_t before = min64(z.first, runs.halo); /* rows before the first one that windows reach */
+    memset(dkv, 0, (size_t)(z.first * D) * sizeof(REAL));
+    memset(dkv + (z.first + z.T) * D, 0, (size_t)((z.kv_rows - z.first - z.T) * D) * sizeof(REAL));
 #pragma omp parallel if (z.T * z.H * D > 4096)
     {
         const KERNEL(panel_columns) columns = KERNEL(panel_columns_of)(z.H);
@@ -756,12 +774,15 @@ static bool KERNEL(csa_attention_grad)(const cg_run_args *args) {
         for (int64_t r = 0; r < runs.count; r++)
             KERNEL(attention_run_grad)(args, &z, &runs, &partials, r, &columns, &s);
 #pragma omp for schedule(static) nowait
-        for (int64_t j = 0; j < z.T; j++)
-            for (int64_t r = j / runs.rows + 1; r < runs.count && j >= r * runs.rows - runs.halo; r++) {
+        for (int64_t j = -before; j < z.T; j++) {
+            REAL *to = dkv + (z.first + j) * D;
+            for (int64_t r = j < 0 ? 0 : j / runs.rows + 1; r < runs.count && j >= r * runs.rows - runs.halo;
+                 r++) {
                 const REAL *restrict from =
                     partials.halo + (r * runs.halo + j - (r * runs.rows - runs.halo)) * D;
-                for (int64_t d = 0; d < D; d++) dkv[j * D + d] += from[d];
+                for (int64_t d = 0; d < D; d++) to[d] += from[d];
             }
+        }
 #pragma omp for schedule(static)
         for (int64_t j = 0; j < (dckv ? z.C : 0); j++) {
             memset(dckv + j * D, 0, (size_t)D * sizeof(REAL));

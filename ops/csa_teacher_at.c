@@ -67,7 +67,7 @@ static bool index_fits(const cg_run_args *args) {
         if (i < bad && (index[i] < -1 || index[i] >= C)) bad = i;
     return bad == n ||
            cg_fail(args->error, CG_BAD_INPUT, "index of row %lld, place %lld is %d, expected -1 to %lld",
-                   (long long)(bad / N), (long long)(bad % N), index[bad], (long long)C - 1);
+                   (long long)(args->first_row + bad / N), (long long)(bad % N), index[bad], (long long)C - 1);
 }
 
 #define CG_KERNEL_FILE "ops/csa_teacher_at.c"
@@ -155,6 +155,9 @@ const cg_op cg_op_csa_teacher_at = {
     .attr_bytes = sizeof(csa_teacher_at_attr),
     .infer = csa_teacher_at_infer,
     .no_grad = "cannot: the teacher is a constant",
+    .statistic_in = CG_BIT(WINDOW_LSE) | CG_BIT(SINK),
+    .statistic_out = CG_BIT(0),
+    .by_row = CG_BIT(Q) | CG_BIT(INDEX) | CG_BIT(WINDOW_LSE),
     .replay = CG_REPLAY_SAME_BITS,
     .cost = csa_teacher_at_cost,
     .workspace = csa_teacher_at_workspace,

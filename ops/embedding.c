@@ -38,13 +38,13 @@ static bool embedding_grad_infer(cg_infer *infer) {
     return true;
 }
 
-static bool tokens_fit(const cg_tensor *tokens, int64_t V, cg_error *error) {
+static bool tokens_fit(const cg_run_args *args, const cg_tensor *tokens, int64_t V) {
     const int32_t *token = tokens->data;
     for (int64_t t = 0; t < tokens->shape.dims[0]; t++)
         if (token[t] < -1 || token[t] >= V)
-            return cg_fail(error, CG_BAD_INPUT,
+            return cg_fail(args->error, CG_BAD_INPUT,
                            "row %lld of tokens is %d, expected -1 or a row of the table, 0 to %lld",
-                           (long long)t, (int)token[t], (long long)V - 1);
+                           (long long)(args->first_row + t), (int)token[t], (long long)V - 1);
     return true;
 }
 
@@ -110,6 +110,7 @@ const cg_op cg_op_embedding = {
     .infer = embedding_infer,
     .differentiable = CG_BIT(0),
     .grad = embedding_build_grad,
+    .by_row = CG_BIT(1),
     .replay = CG_REPLAY_SAME_BITS,
     .cost = embedding_cost,
     .run = CG_RUN(embedding),
@@ -146,6 +147,8 @@ const cg_op cg_op_embedding_grad = {
     .attr_bytes = sizeof(embedding_grad_attr),
     .infer = embedding_grad_infer,
     .no_grad = "not yet: second derivatives",
+    .by_row = CG_BIT(0) | CG_BIT(1),
+    .summed = CG_BIT(0),
     .replay = CG_REPLAY_SAME_BITS,
     .cost = embedding_grad_cost,
     .run = CG_RUN(embedding_grad),
@@ -163,7 +166,7 @@ static bool KERNEL(embedding)(const cg_run_args *args) {
     const REAL *table = args->in[0].data;
     REAL *y = args->out[0].data;
     const int64_t V = args->in[0].shape.dims[0], D = args->in[0].shape.dims[1], T = args->in[1].shape.dims[0];
-    if (!tokens_fit(&args->in[1], V, args->error)) return false;
+    if (!tokens_fit(args, &args->in[1], V)) return false;
 #pragma omp parallel for schedule(static) if (T * D > 65536)
     for (int64_t t = 0; t < T; t++) {
         if (tokens[t] < 0)
@@ -179,7 +182,7 @@ static bool KERNEL(embedding_grad)(const cg_run_args *args) {
     const REAL *dy = args->in[1].data;
     REAL *dtable = args->out[0].data;
     const int64_t V = args->out[0].shape.dims[0], D = args->out[0].shape.dims[1], T = args->in[0].shape.dims[0];
-    if (!tokens_fit(&args->in[0], V, args->error)) return false;
+    if (!tokens_fit(args, &args->in[0], V)) return false;
 #pragma omp parallel for schedule(static) if (V * D > 65536)
     for (int64_t v = 0; v < V; v++) memset(dtable + v * D, 0, sizeof(REAL) * (size_t)D);
 #pragma omp parallel for schedule(static) if (T * D > 16384)

@@ -62,6 +62,7 @@ const cg_op cg_op_hadamard = {
     .differentiable = CG_BIT(0),
     .grad = hadamard_build_grad,
     .overwrites = CG_BIT(0),
+    .by_row = CG_BIT(0),
     .replay = CG_REPLAY_SAME_BITS,
     .cost = hadamard_cost,
     .run = CG_RUN(hadamard),

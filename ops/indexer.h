@@ -65,8 +65,8 @@ static inline bool cg_rows_fit(const cg_run_args *args, const int32_t *rows, int
         int64_t first = rows[t * CG_ROW_FIELDS + CG_ROW_COMPRESSED];
         if (visible == 0 || (visible > 0 && first >= 0 && first + visible <= C)) continue;
         return cg_fail(args->error, CG_BAD_INPUT,
-                       "row %lld sees %lld compressed rows from %lld on, but there are %lld", (long long)t,
-                       (long long)visible, (long long)first, (long long)C);
+                       "row %lld sees %lld compressed rows from %lld on, but there are %lld",
+                       (long long)(args->first_row + t), (long long)visible, (long long)first, (long long)C);
     }
     return true;
 }
@@ -86,7 +86,7 @@ static inline bool cg_index_fits(const cg_run_args *args, const char *name, cons
         int32_t i = index[bad * K + j];
         if (i >= -1 && i < C) continue;
         return cg_fail(args->error, CG_BAD_INPUT, "row %lld: %s[%lld] is %d, expected -1 or 0 to %lld",
-                       (long long)bad, name, (long long)j, i, (long long)C - 1);
+                       (long long)(args->first_row + bad), name, (long long)j, i, (long long)C - 1);
     }
     return true;
 }

@@ -115,6 +115,10 @@ static size_t indexer_dense_loss_grad_workspace(const cg_node *node) {
                                                    in[CKV]->shape.dims[0], true);
 }
 
+static double dense_divisor(const indexer_dense_loss_attr *attr, const cg_tensor *rows) {
+    return cg_reduction_divisor(attr->reduction, rows->data, rows->shape.dims[0]);
+}
+
 #define CG_KERNEL_FILE "ops/indexer_dense_loss.c"
 #include "ops/kernel.h"
 
@@ -298,6 +302,10 @@ const cg_op cg_op_indexer_dense_loss = {
     .differentiable = CG_BIT(Q_INDEX) | CG_BIT(W) | CG_BIT(K_INDEX),
     .constant_out = CG_BIT(1),
     .grad = indexer_dense_loss_build_grad,
+    .statistic_in = CG_BIT(WINDOW_LSE) | CG_BIT(SINK),
+    .statistic_out = CG_BIT(0) | CG_BIT(1),
+    .by_row = CG_BIT(Q_INDEX) | CG_BIT(W) | CG_BIT(Q) | CG_BIT(WINDOW_LSE),
+    .summed = CG_BIT(0),
     .replay = CG_REPLAY_SAME_BITS,
     .cost = indexer_dense_loss_cost,
     .workspace = indexer_dense_loss_workspace,
@@ -314,6 +322,9 @@ const cg_op cg_op_indexer_dense_loss_grad = {
     .attr_bytes = sizeof(indexer_dense_loss_attr),
     .infer = indexer_dense_loss_grad_infer,
     .no_grad = "not yet: second derivatives",
+    .statistic_in = CG_BIT(0) | CG_BIT(1 + WINDOW_LSE) | CG_BIT(1 + SINK),
+    .by_row = CG_BIT(1 + Q_INDEX) | CG_BIT(1 + W) | CG_BIT(1 + Q) | CG_BIT(1 + WINDOW_LSE),
+    .summed = CG_BIT(2),
     .replay = CG_REPLAY_SAME_BITS,
     .cost = indexer_dense_loss_grad_cost,
     .workspace = indexer_dense_loss_grad_workspace,
@@ -338,23 +349,24 @@ cg_value *cg_indexer_dense_loss(cg_graph *graph, cg_value *q_index, cg_value *w,
 #include "ops/indexer_kernels.h"
 #include "ops/kl_kernels.h"
 
-static TEACHER KERNEL(dense_teacher_of)(const cg_tensor *in, const indexer_dense_loss_attr *attr) {
+/* `rows` holds all rows, for the divisor, also where the others are cut. */
+static TEACHER KERNEL(dense_teacher_of)(const cg_run_args *args, const cg_tensor *in) {
     return (TEACHER){.q = in[Q].data,
                      .ckv = in[CKV].data,
                      .window_lse = in[WINDOW_LSE].data,
                      .sink = in[SINK].data,
-                     .rows = in[ROWS].data,
+                     .rows = (const int32_t *)in[ROWS].data + args->first_row * CG_ROW_FIELDS,
                      .T = in[Q].shape.dims[0],
                      .H = in[Q].shape.dims[1],
                      .D = in[Q].shape.dims[2],
                      .C = in[CKV].shape.dims[0],
-                     .scale = (REAL)attr->scale};
+                     .scale = (REAL)((const indexer_dense_loss_attr *)args->attr)->scale};
 }
 
 static bool KERNEL(indexer_dense_loss)(const cg_run_args *args) {
     const indexer_dense_loss_attr *attr = args->attr;
     const cg_tensor *in = args->in;
-    const TEACHER teacher = KERNEL(dense_teacher_of)(in, attr);
+    const TEACHER teacher = KERNEL(dense_teacher_of)(args, in);
     const REAL *q_index = in[Q_INDEX].data, *w = in[W].data, *k_index = in[K_INDEX].data;
     const int32_t *rows = teacher.rows;
     REAL *loss = args->out[0].data, *kl = args->out[1].data;
@@ -388,14 +400,14 @@ static bool KERNEL(indexer_dense_loss)(const cg_run_args *args) {
     if (!fine) return cg_fail(args->error, CG_FAILED, "a product of the teacher could not be run");
     double sum = 0;
     for (int64_t t = 0; t < T; t++) sum += (double)kl[t];
-    loss[0] = (REAL)(attr->coeff / cg_reduction_divisor(attr->reduction, rows, T) * sum);
+    loss[0] = (REAL)(attr->coeff / dense_divisor(attr, &in[ROWS]) * sum);
     return true;
 }
 
 static bool KERNEL(indexer_dense_loss_grad)(const cg_run_args *args) {
     const indexer_dense_loss_attr *attr = args->attr;
     const cg_tensor *in = args->in + 1;
-    const TEACHER teacher = KERNEL(dense_teacher_of)(in, attr);
+    const TEACHER teacher = KERNEL(dense_teacher_of)(args, in);
     const REAL *dloss = args->in[0].data;
     const REAL *q_index = in[Q_INDEX].data, *w = in[W].data, *k_index = in[K_INDEX].data;
     const int32_t *rows = teacher.rows;
@@ -404,7 +416,7 @@ static bool KERNEL(indexer_dense_loss_grad)(const cg_run_args *args) {
     const int64_t block = cg_teacher_rows(teacher.H, C), groups = cg_ceil_div(Hi, CG_LANES);
     const size_t piece = dense_piece(REAL_DTYPE, in[Q_INDEX].shape.dims, in[Q].shape.dims, C, true);
     if (!cg_rows_fit(args, rows, T, C)) return false;
-    const REAL factor = (REAL)((double)dloss[0] * attr->coeff / cg_reduction_divisor(attr->reduction, rows, T));
+    const REAL factor = (REAL)((double)dloss[0] * attr->coeff / dense_divisor(attr, &in[ROWS]));
     char *pieces = args->workspace;
     REAL *parts = cg_take(&pieces, (size_t)(CG_KEY_PARTS * C * Di) * sizeof(REAL));
     bool fine = true;

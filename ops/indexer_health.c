@@ -31,19 +31,19 @@ enum { SCORES, TEACHER_AT, TOPK, W, Q, CKV, WINDOW_LSE, ROWS };
 static bool indexer_health_infer(cg_infer *infer) {
     const indexer_health_attr *attr = infer->attr;
     cg_value *const *in = infer->in;
-    if (!cg_expect_real(infer, SCORES) || !cg_expect_dims(infer, SCORES, 2) ||
-        !cg_expect_same(infer, TEACHER_AT, SCORES) || !cg_expect_dtype(infer, TOPK, CG_I32) ||
-        !cg_expect_dims(infer, TOPK, 2))
+    if (!cg_expect_real(infer, Q) || !cg_expect_dtype(infer, SCORES, in[Q]->dtype) ||
+        !cg_expect_dims(infer, SCORES, 2) || !cg_expect_same(infer, TEACHER_AT, SCORES) ||
+        !cg_expect_dtype(infer, TOPK, CG_I32) || !cg_expect_dims(infer, TOPK, 2))
         return false;
     const int64_t T = in[SCORES]->shape.dims[0], K = in[SCORES]->shape.dims[1];
     if (!cg_expect_dim(infer, TOPK, 0, T, "rows of the scores") ||
         !cg_expect_dim(infer, TOPK, 1, K, "columns of the scores") ||
-        !cg_expect_dtype(infer, W, in[SCORES]->dtype) || !cg_expect_dims(infer, W, 2) ||
-        !cg_expect_dim(infer, W, 0, T, "rows of the scores") || !cg_expect_dtype(infer, Q, in[SCORES]->dtype) ||
-        !cg_expect_dims(infer, Q, 3) || !cg_expect_dim(infer, Q, 0, T, "rows of the scores") ||
-        !cg_expect_dtype(infer, CKV, in[SCORES]->dtype) || !cg_expect_dims(infer, CKV, 2) ||
+        !cg_expect_dtype(infer, W, in[Q]->dtype) || !cg_expect_dims(infer, W, 2) ||
+        !cg_expect_dim(infer, W, 0, T, "rows of the scores") || !cg_expect_dims(infer, Q, 3) ||
+        !cg_expect_dim(infer, Q, 0, T, "rows of the scores") || !cg_expect_dtype(infer, CKV, in[Q]->dtype) ||
+        !cg_expect_dims(infer, CKV, 2) ||
         !cg_expect_dim(infer, CKV, 1, in[Q]->shape.dims[2], "channels of q") ||
-        !cg_expect_indexable(infer, CKV) || !cg_expect_dtype(infer, WINDOW_LSE, in[SCORES]->dtype) ||
+        !cg_expect_indexable(infer, CKV) || !cg_expect_dtype(infer, WINDOW_LSE, in[Q]->dtype) ||
         !cg_expect_dims(infer, WINDOW_LSE, 2) ||
         !cg_expect_dim(infer, WINDOW_LSE, 0, T, "rows of the scores") ||
         !cg_expect_dim(infer, WINDOW_LSE, 1, in[Q]->shape.dims[1], "heads of q") ||
@@ -53,7 +53,7 @@ static bool indexer_health_infer(cg_infer *infer) {
     if (attr->ratio < 1) return cg_refuse(infer, "ratio is %lld, expected 1 or more", (long long)attr->ratio);
     if (!(attr->scale - attr->scale == 0))
         return cg_refuse(infer, "scale is %g, expected a finite number", attr->scale);
-    cg_infer_out(infer, 0, in[SCORES]->dtype, CG_SHAPE(CG_HEALTH_FIELDS));
+    cg_infer_out(infer, 0, in[Q]->dtype, CG_SHAPE(CG_HEALTH_FIELDS));
     return true;
 }
 
@@ -84,8 +84,8 @@ static bool health_lists_fit(const cg_run_args *args, const int32_t *topk, const
             const int32_t i = topk[t * K + j];
             if (i != -1 && (i < first || i >= end))
                 return cg_fail(args->error, CG_BAD_INPUT,
-                               "row %lld: topk[%lld] is %d, but the row sees %d to %lld", (long long)t,
-                               (long long)j, i, first, (long long)end - 1);
+                               "row %lld: topk[%lld] is %d, but the row sees %d to %lld",
+                               (long long)(args->first_row + t), (long long)j, i, first, (long long)end - 1);
         }
     }
     return true;
@@ -171,6 +171,11 @@ const cg_op cg_op_indexer_health = {
     .attr_bytes = sizeof(indexer_health_attr),
     .infer = indexer_health_infer,
     .no_grad = "cannot: a statistic",
+    .statistic_in = CG_BIT(SCORES) | CG_BIT(TEACHER_AT) | CG_BIT(WINDOW_LSE),
+    .statistic_out = CG_BIT(0),
+    .by_row = CG_BIT(SCORES) | CG_BIT(TEACHER_AT) | CG_BIT(TOPK) | CG_BIT(W) | CG_BIT(Q) | CG_BIT(WINDOW_LSE) |
+              CG_BIT(ROWS),
+    .summed = CG_BIT(0),
     .replay = CG_REPLAY_SAME_BITS,
     .cost = indexer_health_cost,
     .workspace = indexer_health_workspace,

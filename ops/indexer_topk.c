@@ -154,6 +154,7 @@ const cg_op cg_op_indexer_topk = {
     .attr_bytes = sizeof(indexer_topk_attr),
     .infer = indexer_topk_infer,
     .no_grad = "cannot: indices",
+    .by_row = CG_BIT(0) | CG_BIT(1) | CG_BIT(3),
     .replay = CG_REPLAY_CHOICE,
     .cost = indexer_topk_cost,
     .workspace = indexer_topk_workspace,
@@ -218,7 +219,7 @@ static bool KERNEL(indexer_topk)(const cg_run_args *args) {
     }
     if (bad == INT64_MAX) return true;
     return cg_fail(args->error, CG_BAD_INPUT, "row %lld: the score of compressed row %lld is NaN",
-                   (long long)(bad / C), (long long)(bad % C));
+                   (long long)(args->first_row + bad / C), (long long)(bad % C));
 }
 
 #endif

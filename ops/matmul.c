@@ -123,7 +123,7 @@ static const cg_case matmul_cases[] = {
     {.name = "a is an index",
      .in = {{.shape = CG_DIMS(3, 5), .wrong_dtype = true}, {.shape = CG_DIMS(5, 4)}},
      .attr = NONE,
-     .refuses = "a is i32, expected f32 or f64"},
+     .refuses = "a is i32, expected f32, f64 or bf16"},
     {.name = "b is an index",
      .in = {{.shape = CG_DIMS(3, 5)}, {.shape = CG_DIMS(5, 4), .wrong_dtype = true}},
      .attr = NONE,

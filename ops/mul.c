@@ -43,7 +43,7 @@ static const cg_case mul_cases[] = {
      .refuses = "b has shape [3], expected [3, 5] as a has"},
     {.name = "wrong dtype",
      .in = {{.shape = CG_DIMS(2), .wrong_dtype = true}, {.shape = CG_DIMS(2)}},
-     .refuses = "a is i32, expected f32 or f64"},
+     .refuses = "a is i32, expected f32, f64 or bf16"},
 };
 
 const cg_op cg_op_mul = {
@@ -55,6 +55,7 @@ const cg_op cg_op_mul = {
     .differentiable = CG_BIT(0) | CG_BIT(1),
     .grad = mul_build_grad,
     .overwrites = CG_BIT(0) | CG_BIT(1),
+    .elementwise = true,
     .replay = CG_REPLAY_SAME_BITS,
     .cost = mul_cost,
     .run = CG_RUN(mul),

@@ -1,5 +1,5 @@
-/* Builders of all ops. Shapes use the letters of core/tensor.h; "real" is f32 or f64, the same for all real
- * inputs of an op; indices are i32. Each op's file holds its formula, what it saves, and what it refuses.
+/* Builders of all ops. Shapes use the letters of core/tensor.h; "real" is f32, f64 or bf16, the same for all real
+ * inputs of an op but for statistics, which are f32 beside bf16 (graph/op.h); indices are i32. Each op's file holds its formula, what it saves, and what it refuses.
  *
  * Packed rows. All sequences are packed: token rows [T, ...], segments (documents) laid end to end at physical
  * offsets cu_seqlens [B+1], each with a real length seqlens [B]. A batch of equal sequences is the packed batch
@@ -25,6 +25,8 @@ cg_value *cg_scale(cg_graph *graph, cg_value *x, double factor); /* factor * x *
 cg_value *cg_relu(cg_graph *graph, cg_value *x);                 /* max(x, 0); derivative 0 at 0 */
 cg_value *cg_sum(cg_graph *graph, cg_value *x);                  /* any shape -> [1], fixed order */
 cg_value *cg_zeros(cg_graph *graph, cg_dtype dtype, cg_shape shape);
+/* x in another dtype, f32 or bf16: rounded, or the same number. x itself when it has that dtype, and f64 stays. */
+cg_value *cg_cast(cg_graph *graph, cg_value *x, cg_dtype dtype);
 cg_value *cg_reshape(cg_graph *graph, cg_value *x, cg_shape shape); /* no bytes, no kernel */
 cg_value *cg_detach(cg_graph *graph, cg_value *x);                  /* the same bytes; gradients stop here */
 

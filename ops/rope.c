@@ -190,6 +190,7 @@ const cg_op cg_op_rope = {
     .differentiable = CG_BIT(0),
     .grad = rope_build_grad,
     .overwrites = CG_BIT(0),
+    .by_row = CG_BIT(0) | CG_BIT(1),
     .replay = CG_REPLAY_SAME_BITS,
     .cost = rope_cost,
     .workspace = rope_workspace,

@@ -36,7 +36,7 @@ static const cg_case scale_cases[] = {
     {.name = "wrong dtype",
      .in = {{.shape = CG_DIMS(2), .wrong_dtype = true}},
      .attr = &(scale_attr){2},
-     .refuses = "x is i32, expected f32 or f64"},
+     .refuses = "x is i32, expected f32, f64 or bf16"},
 };
 
 const cg_op cg_op_scale = {
@@ -49,6 +49,7 @@ const cg_op cg_op_scale = {
     .differentiable = CG_BIT(0),
     .grad = scale_build_grad,
     .overwrites = CG_BIT(0),
+    .elementwise = true,
     .replay = CG_REPLAY_SAME_BITS,
     .cost = scale_cost,
     .run = CG_RUN(scale),

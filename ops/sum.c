@@ -31,7 +31,8 @@ static bool sum_grad_infer(cg_infer *infer) {
 
 static void sum_build_grad(cg_graph *graph, const cg_node *node, cg_value *const *dout, cg_value **din) {
     const sum_grad_attr attr = {node->in[0]->shape};
-    din[0] = cg_apply(graph, &cg_op_sum_grad, &attr, (cg_value *[]){dout[0]}, 1);
+    din[0] =
+        cg_cast(graph, cg_apply(graph, &cg_op_sum_grad, &attr, (cg_value *[]){dout[0]}, 1), node->in[0]->dtype);
 }
 
 static void sum_grad_build_grad(cg_graph *graph, const cg_node *node, cg_value *const *dout, cg_value **din) {
@@ -65,6 +66,7 @@ const cg_op cg_op_sum = {
     .infer = sum_infer,
     .differentiable = CG_BIT(0),
     .grad = sum_build_grad,
+    .statistic_out = CG_BIT(0),
     .replay = CG_REPLAY_SAME_BITS,
     .cost = sum_cost,
     .workspace = sum_workspace,
@@ -90,6 +92,7 @@ const cg_op cg_op_sum_grad = {
     .infer = sum_grad_infer,
     .differentiable = CG_BIT(0),
     .grad = sum_grad_build_grad,
+    .statistic_in = CG_BIT(0),
     .replay = CG_REPLAY_SAME_BITS,
     .cost = sum_grad_cost,
     .run = CG_RUN(sum_grad),

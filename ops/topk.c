@@ -96,6 +96,7 @@ const cg_op cg_op_topk = {
     .attr_bytes = sizeof(topk_attr),
     .infer = topk_infer,
     .no_grad = "cannot: indices",
+    .by_row = CG_BIT(0) | CG_BIT(1),
     .replay = CG_REPLAY_CHOICE,
     .cost = topk_cost,
     .workspace = topk_workspace,
@@ -128,8 +129,8 @@ static bool KERNEL(topk)(const cg_run_args *args) {
         if (nan >= 0 && t * C + first + nan < bad) bad = t * C + first + nan;
     }
     if (bad == INT64_MAX) return true;
-    return cg_fail(args->error, CG_BAD_INPUT, "row %lld: the score of column %lld is NaN", (long long)(bad / C),
-                   (long long)(bad % C));
+    return cg_fail(args->error, CG_BAD_INPUT, "row %lld: the score of column %lld is NaN",
+                   (long long)(args->first_row + bad / C), (long long)(bad % C));
 }
 
 #endif

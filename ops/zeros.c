@@ -22,6 +22,7 @@ static cg_cost zeros_cost(const cg_node *node) { return (cg_cost){.bytes = cg_no
 static const cg_case zeros_cases[] = {
     {.name = "f32", .attr = &(cg_zeros_attr){CG_F32, CG_DIMS(3, 5)}},
     {.name = "f64", .attr = &(cg_zeros_attr){CG_F64, CG_DIMS(7)}},
+    {.name = "bf16", .attr = &(cg_zeros_attr){CG_BF16, CG_DIMS(2, 3)}},
 };
 
 const cg_op cg_op_zeros = {
@@ -33,7 +34,7 @@ const cg_op cg_op_zeros = {
     .no_grad = "cannot: it has no input",
     .replay = CG_REPLAY_SAME_BITS,
     .cost = zeros_cost,
-    .run = {[CG_F32] = zeros_run, [CG_F64] = zeros_run, [CG_I32] = zeros_run},
+    .run = {[CG_F32] = zeros_run, [CG_F64] = zeros_run, [CG_I32] = zeros_run, [CG_BF16] = zeros_run},
     CG_CASES(zeros_cases),
 };
 

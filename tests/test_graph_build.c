@@ -110,7 +110,7 @@ START_TEST(mistakes_are_refused) {
         {wrong_dtype, "here: add: b is i32, expected f64"},
         {float_index, "here: pick: index is f64, expected i32"},
         {duplicate_leaf, "here: there is a leaf named w already"},
-        {integer_parameter, "here: parameter p is i32, expected f32 or f64"},
+        {integer_parameter, "here: parameter p is i32, expected f32, f64 or bf16"},
         {no_kind, "here: leaf p has no kind"},
         {large_leaf,
          "here: rows [2147483648, 2147483648, 2] of f32 is larger than the limit of 1125899906842624"},

@@ -6,7 +6,8 @@
  *     below.
  *  2. Everything but the table stands in `namespace { ... }`: helpers of two files may have the same name.
  *  3. Kernels: template <typename T> CG_GLOBAL void scale_kernel(...); helpers: CG_DEVICE (functions), CG_MEMBER
- *     (functions of a struct), CG_BOTH (functions that launch functions call too). T is float, double or cg_bf16; sums are in cg_sum_of<T> (float for bf16). cg_up(x) makes
+ *     (functions of a struct), CG_BOTH (functions that launch functions call too). T is float, double or cg_bf16; sums are in cg_sum_of<T> (float for bf16), and so
+ *     are inputs and outputs that the table in ops/<op>.c calls statistics. cg_up(x) makes
  *     that of a T, cg_down<T>(s) the reverse; exp, log and so on are cg_exp(..) for float and double alike.
  *  4. Launch functions are host code: bool scale(const cg_run_args *args, cg_stream *stream). Data pointers and workspace
  *     of args are device memory: never read them there. End with return CG_LAUNCH(kernel, grid, block, dynamic shared
