@@ -61,6 +61,11 @@ struct shared_array {
     size_t bytes;
 };
 
+/* Lanes of a warp that wait at warp functions or have ended. */
+struct warp_state {
+    unsigned waiting, ended;
+};
+
 /* The launch and its running block. One launch at a time: tests are sequential. */
 struct {
     const char *kernel;
@@ -74,6 +79,7 @@ struct {
     uint3 block;
     std::vector<cg_host_thread> threads;
     unsigned n, n_running, n_ended;
+    warp_state warps[MAX_THREADS / WARP];
 
     struct {                      /* the barrier that some threads wait at */
         unsigned arrived, passed; /* passed: barriers that all have left behind */
@@ -92,7 +98,7 @@ struct {
     size_t static_bytes;
 } now;
 
-uint64_t random_state = 0;
+uint64_t random_state = 3; /* of seed 1 */
 
 /* Thrown through a kernel's frames to end a thread when its launch has failed. */
 struct launch_failed {};
@@ -113,6 +119,9 @@ sentence say(const char *format, ...) {
 
 sentence name_of(const cg_host_thread &t) { return say("thread (%u,%u,%u)", t.index.x, t.index.y, t.index.z); }
 
+/* The same text; mostly the same literal. */
+bool same(const char *a, const char *b) { return a == b || strcmp(a, b) == 0; }
+
 const char *file_name(const char *path) {
     const char *slash = strrchr(path, '/');
     return slash ? slash + 1 : path;
@@ -130,6 +139,7 @@ sentence place_of(const cg_host_thread &t) {
 }
 
 void wake(cg_host_thread &t) {
+    if (t.state == cg_host_thread::AT_WARP) now.warps[t.number / WARP].waiting &= ~(1u << t.number % WARP);
     t.state = cg_host_thread::RUNS;
     now.n_running++;
     cg_host_wake(&t);
@@ -205,9 +215,11 @@ void cg_host_thread_body(cg_host_thread *thread) {
     if (now.barrier.arrived > 0)
         fail(say("%s ended while %s %s, as do %u more; every thread of the block has to come", name_of(me).text,
                  name_of(*now.barrier.first).text, place_of(*now.barrier.first).text, now.barrier.arrived - 1));
-    for (unsigned lane = 0; lane < WARP && me.number / WARP * WARP + lane < now.n; lane++) {
-        const cg_host_thread &other = now.threads[me.number / WARP * WARP + lane];
-        if (other.state == cg_host_thread::AT_WARP && other.mask >> me.number % WARP & 1)
+    warp_state &warp = now.warps[me.number / WARP];
+    warp.ended |= 1u << me.number % WARP;
+    for (unsigned lanes = warp.waiting; lanes; lanes &= lanes - 1) {
+        const cg_host_thread &other = now.threads[me.number / WARP * WARP + (unsigned)__builtin_ctz(lanes)];
+        if (other.mask >> me.number % WARP & 1)
             fail(say("%s ended while %s %s with a mask that names it, 0x%08x", name_of(me).text,
                      name_of(other).text, place_of(other).text, other.mask));
     }
@@ -216,6 +228,7 @@ void cg_host_thread_body(cg_host_thread *thread) {
                  me.n_copies - me.copied));
     if (now.n_running == 0 && now.n_ended < now.n) fail(stuck());
     order_before(&now.end_order); /* and not before the next block */
+    cg_host_this_thread = NULL;
 }
 
 void cg_host_fault(const char *file, int line, const char *format, ...) {
@@ -228,6 +241,15 @@ void cg_host_fault(const char *file, int line, const char *format, ...) {
     fail(say("%s: %s (%s:%d)", name_of(*cg_host_this_thread).text, what.text, file_name(file), line));
     leave();
 }
+
+/* The sanitizers call these when they report, and know nothing of CUDA threads. */
+static void print_place(void) {
+    if (!cg_host_this_thread) return;
+    fprintf(stderr, "(in kernel %s, block (%u,%u,%u), %s)\n", now.kernel, now.block.x, now.block.y, now.block.z,
+            name_of(*cg_host_this_thread).text);
+}
+extern "C" void __asan_on_error(void) { print_place(); }
+extern "C" void __tsan_on_report(void *) { print_place(); }
 
 void cg_host_pause(void) {
     cg_host_thread *me = cg_host_this_thread;
@@ -267,7 +289,7 @@ int cg_host_barrier(cg_host_barrier_kind kind, int predicate, const char *file, 
         barrier.kind = kind;
         barrier.any = barrier.count = 0;
         barrier.all = 1;
-    } else if (barrier.kind != kind || barrier.first->line != line || strcmp(barrier.first->file, file) != 0) {
+    } else if (barrier.kind != kind || barrier.first->line != line || !same(barrier.first->file, file)) {
         fail(say("%s came to %s (%s:%d) while %s %s; all threads of a block have to come to the same one",
                  name_of(me).text, me.what, file_name(file), line, name_of(*barrier.first).text,
                  place_of(*barrier.first).text));
@@ -297,10 +319,37 @@ int cg_host_barrier(cg_host_barrier_kind kind, int predicate, const char *file, 
 
 namespace {
 
-/* The first thread of a thread's warp; lanes beyond the block do not exist. */
-cg_host_thread *warp_of(const cg_host_thread &t) { return &now.threads[t.number / WARP * WARP]; }
-
 unsigned lane_of(const cg_host_thread &t) { return t.number % WARP; }
+
+/* Why the thread cannot join the lanes that it names at a warp function; false: it can. */
+bool refused(const cg_host_thread &me, const cg_host_thread *warp, sentence *why) {
+    const warp_state &state = now.warps[me.number / WARP];
+    unsigned first = me.number / WARP * WARP, lanes = now.n - first < WARP ? (1u << (now.n - first)) - 1 : ~0u;
+    sentence fault;
+    if (!(me.mask >> lane_of(me) & 1))
+        fault = say("the mask does not name the lane that calls, %u", lane_of(me));
+    else if (me.mask & ~lanes)
+        fault = say("the mask names lane %d, and the block's last warp has only %u",
+                    __builtin_ctz(me.mask & ~lanes), now.n - first);
+    else if (me.mask & state.ended)
+        fault = say("named lane %d has ended", __builtin_ctz(me.mask & state.ended));
+    else {
+        /* One waiting lane is looked at until all have come; then each is. */
+        unsigned waiting = me.mask & state.waiting;
+        const bool all = waiting == (me.mask & ~(1u << lane_of(me)));
+        const cg_host_thread *other = NULL;
+        for (; waiting && !other; waiting = all ? waiting & (waiting - 1) : 0) {
+            const cg_host_thread &t = warp[__builtin_ctz(waiting)];
+            if (t.mask != me.mask || t.line != me.line || !same(t.what, me.what) || !same(t.file, me.file))
+                other = &t;
+        }
+        if (!other) return false;
+        fault = say("named lane %u %s with mask 0x%08x", lane_of(*other), place_of(*other).text, other->mask);
+    }
+    *why = say("%s at %s (%s:%d) with mask 0x%08x: %s", name_of(me).text, me.what, file_name(me.file), me.line,
+               me.mask, fault.text);
+    return true;
+}
 
 /* Waits for all lanes that the mask names; the last one calls combine(payloads by lane). Returns when that is done;
  * the payload is the caller's again. `ordered`: memory is ordered too, which only __syncwarp does. */
@@ -310,52 +359,32 @@ void meet(const char *what, unsigned mask, P *payload, const char *file, int lin
     if (ordered) order_before(&me.ordering);
     cg_host_lock();
     if (now.failed) leave();
-    cg_host_thread *warp = warp_of(me);
+    cg_host_thread *warp = &now.threads[me.number / WARP * WARP];
     me.what = what, me.file = file, me.line = line, me.mask = mask, me.payload = payload;
-    sentence here =
-        say("%s at %s (%s:%d) with mask 0x%08x", name_of(me).text, what, file_name(file), line, mask);
-    bool complete = true;
-    for (unsigned lane = 0; lane < WARP; lane++) {
-        if (!(mask >> lane & 1)) {
-            if (lane == lane_of(me)) {
-                fail(say("%s: the mask does not name the lane that calls, %u", here.text, lane));
-                leave();
-            }
-            continue;
-        }
-        if (lane == lane_of(me)) continue;
-        if (me.number / WARP * WARP + lane >= now.n) {
-            fail(say("%s: the mask names lane %u, and the block's last warp has only %u", here.text, lane,
-                     now.n % WARP));
-            leave();
-        }
-        const cg_host_thread &other = warp[lane];
-        bool waits = other.state == cg_host_thread::AT_WARP;
-        if (other.state == cg_host_thread::ENDED ||
-            (waits && (other.mask != mask || other.line != line || strcmp(other.file, file) != 0 ||
-                       strcmp(other.what, what) != 0))) {
-            fail(say("%s: named lane %u %s%s", here.text, lane, place_of(other).text,
-                     waits ? say(" with mask 0x%08x", other.mask).text : ""));
-            leave();
-        }
-        complete &= waits;
+    sentence why;
+    if (refused(me, warp, &why)) {
+        fail(why);
+        leave();
     }
-    if (!complete) {
+    warp_state &state = now.warps[me.number / WARP];
+    if (mask & ~(state.waiting | 1u << lane_of(me))) {
+        state.waiting |= 1u << lane_of(me);
         wait(me, cg_host_thread::AT_WARP);
     } else {
         P *payloads[WARP] = {};
-        for (unsigned lane = 0; lane < WARP; lane++)
-            if (mask >> lane & 1) payloads[lane] = (P *)(lane == lane_of(me) ? payload : warp[lane].payload);
+        for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
+            int lane = __builtin_ctz(lanes);
+            payloads[lane] = (P *)warp[lane].payload;
+        }
         combine(payloads);
         const char *order = &now.warp_order[now.warp_functions++ % sizeof now.warp_order];
-        for (unsigned lane = 0; lane < WARP; lane++) {
-            if (!(mask >> lane & 1)) continue;
-            if (ordered) order_after(&warp[lane].ordering);
-            warp[lane].ordering = order;
+        for (unsigned lanes = mask; lanes; lanes &= lanes - 1) {
+            cg_host_thread &t = warp[__builtin_ctz(lanes)];
+            if (ordered) order_after(&t.ordering);
+            t.ordering = order;
         }
         if (ordered) order_before(order);
-        for (unsigned lane = 0; lane < WARP; lane++)
-            if ((mask >> lane & 1) && lane != lane_of(me)) wake(warp[lane]);
+        for (unsigned lanes = mask & state.waiting; lanes; lanes &= lanes - 1) wake(warp[__builtin_ctz(lanes)]);
         cg_host_unlock();
         cg_host_pause();
     }
@@ -603,6 +632,7 @@ bool run_block(int64_t number, uint3 index) {
     now.n_running = now.n;
     now.n_ended = 0;
     now.barrier = {};
+    memset(now.warps, 0, sizeof now.warps);
     static const char dynamic_place = 0;
     now.arrays[now.n_arrays++] = {&dynamic_place, "of the launch", cut(now.dynamic_bytes, 16),
                                   now.dynamic_bytes};
@@ -638,10 +668,6 @@ bool cg_host_run(const char *kernel, dim3 grid, dim3 block, size_t shared_bytes,
         return cg_fail(error, CG_FAILED, "kernel %s: %zu bytes of shared memory; a block has at most %d",
                        kernel, shared_bytes, MAX_SHARED);
     if (blocks == 0) return true;
-    if (random_state == 0) {
-        const char *seed = getenv("CSAGRAD_CUDA_HOST_SEED");
-        cg_host_seed(seed ? strtoull(seed, NULL, 10) : 1);
-    }
     now.kernel = kernel;
     now.run = run;
     now.call = call;

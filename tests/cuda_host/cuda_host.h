@@ -12,46 +12,47 @@
  *     return CG_LAUNCH(sum_rows_kernel<T>, grid, block, shared_bytes, stream, x, y, width);
  *
  * A launch that fails returns false and fills args->error with one sentence (kernel, block, thread, what, file:line).
- * It returns when the kernel is done; the stream is not looked at. "Device memory" is memory: test it with one malloc per tensor, so that
- * AddressSanitizer knows where each ends.
+ * cg_launch below returns when the kernel is done; device_host.h makes a queue of it that can be recorded, and memory that
+ * only queued work may touch.
  *
- * Two libraries run the same objects' code; a program links one of them.
- *   fibers    A block's threads are fibers on one thread of the system. At every barrier, warp function and atomic
- *             the next thread is drawn at random from those that can go on; blocks run one after the other in a
- *             drawn order. The draw follows the seed (cg_host_seed), so every failure can be had again.
- *             Made for AddressSanitizer and UndefinedBehaviorSanitizer.
- *   threads   A block's threads are threads of the system. Made for ThreadSanitizer: it sees the order that barriers
- *             (__syncthreads*, __syncwarp) and launches make and no other, so that two accesses that only luck keeps
- *             apart are reported whether or not they met. Blocks run one after the other, but no order between them
- *             is shown to ThreadSanitizer: a value passed from block to block within a launch is a race.
+ * Two ways to run a block's threads; a program links one of them.
+ *   fibers.cpp   Fibers on one thread of the system. At every barrier, warp function and atomic the next one is drawn at
+ *                random from those that can go on; blocks run one after the other in a drawn order. The draw follows
+ *                the seed (cg_host_seed), so every failure can be had again.
+ *   threads.cpp  Threads of the system, which run at once; a block after the other. Slow: no more than 10^5 turns a
+ *                second.
+ * And three ways to compile: plain; with AddressSanitizer and UndefinedBehaviorSanitizer (fibers); with ThreadSanitizer
+ * (both), which takes each CUDA thread for a thread and is told the order that barriers, __syncwarp, CG_FENCE and launches
+ * make, and no other. Two accesses that only luck keeps apart are then reported whether or not they met. No order
+ * between blocks is told either: what one block leaves to another within a launch is a race.
  *
- * What fails
+ * What fails, with a sentence
  *   barriers      __syncthreads and its kin need every thread of the block, at the same line. A thread that waits at
  *                 another one or has ended is an error. (Since sm_70 hardware lets threads that have ended be missing;
- *                 the programming guide asks for uniform conditions, and so does this.)
- *   warp masks    A lane that calls without being named, names a lane that the block has not got or that has ended,
- *                 names a lane that waits with another mask or at another line, or takes the value of a lane that the
- *                 mask leaves out, is an error; so is a named lane that never comes. Stricter than hardware in the
- *                 same sense as above.
- *   shared memory starts each block filled with 0xff (NaN, -1), and every array ends exactly where it ends: beyond
- *                 is poisoned for AddressSanitizer, and without it a guard tells of overwritten bytes when the block
- *                 ends. More than 48 KiB of static or 227 KiB in all is an error.
+ *                 the programming guide asks for conditions that are the same in all threads, and so does this.)
+ *   warps         A lane that calls without being named in the mask, names a lane that the block has not got or that has
+ *                 ended or that waits elsewhere or with another mask, or takes the value of a lane that the mask leaves
+ *                 out, is an error; so is a named lane that never comes. Stricter than hardware in the same sense.
+ *   shared memory starts each block as 0xff (NaN, -1). Overwritten bytes beside an array are noticed when the block
+ *                 ends. More than 48 KiB of static arrays or 227 KiB in all is an error.
  *   cp.async      The destination holds 0xff from the call to the wait that covers it, and the source is read at that
- *                 wait. Misaligned, not to shared memory, or never waited for: an error.
- *   ldmatrix      rows misaligned or outside shared memory are an error.
- *   launches      of no thread, of too many threads, blocks or shared bytes are an error.
- *   global memory is whatever the test allocates; AddressSanitizer and ThreadSanitizer watch every access.
+ *                 wait. Misaligned, not to shared memory, or never waited for: an error. Likewise ldmatrix.
+ *   launches      of too many threads, blocks or shared bytes.
+ * What fails with a report of a sanitizer, which also names kernel, block and thread
+ *   any access outside an array, in shared memory to the byte, elsewhere as it was allocated; misaligned vectors;
+ *   overflow; every race, between plain accesses or a plain and an atomic one, in shared and global memory.
  *
  * What does not show
- *   - Races in the fibers library, except where the drawn order changes a result: between two scheduling points a
- *     thread runs alone. The threads library is there for them.
- *   - Barriers of the wrong kind of luck: a line that is reached by all threads, but in different turns of a loop.
- *   - Blocks that wait for other blocks, and threads that wait for a value in memory: the former hang; the latter
- *     hang in the fibers library unless they look with atomics. Tests have time limits.
- *   - Memory order weaker than the processor's, registers, occupancy, bank conflicts, speed.
- *   - Tensor-core rounding: cg_mma_bf16_16x8x16 sums in double and rounds once; hardware keeps fewer bits. Compare
- *     with a bound. rsqrtf, expf and logf are those of libm, not the device's.
- *   - Atomics order nothing, as on the device; CG_FENCE does, generously: to ThreadSanitizer all fences are one chain.
+ *   - Races without ThreadSanitizer, except where the drawn order changes a result: between two places where the next
+ *     thread is drawn, a thread runs alone.
+ *   - A barrier that all threads reach, but in different turns of a loop.
+ *   - Blocks that wait for other blocks hang; threads that wait for a value in memory hang with fibers unless they look
+ *     with atomics. Tests have time limits.
+ *   - Memory order weaker than the processor's. Atomics order nothing, as on the device; CG_FENCE does, generously: to
+ *     ThreadSanitizer all fences are one chain.
+ *   - Rounding of tensor cores: cg_mma_bf16_16x8x16 sums in double and rounds once, hardware keeps fewer bits. Compare
+ *     with a bound. expf, logf and rsqrtf are libm's, not the device's.
+ *   - Registers, occupancy, bank conflicts, speed, and sm_80's limit of 163 KiB of shared memory.
  */
 #ifndef TESTS_CUDA_HOST_H
 #define TESTS_CUDA_HOST_H
@@ -87,7 +88,7 @@ struct dim3 {
 extern __thread uint3 threadIdx, blockIdx;
 extern __thread uint3 blockDim, gridDim;
 
-/* Orders of threads and blocks from now on (fibers). The environment's CSAGRAD_CUDA_HOST_SEED sets the first, 1. */
+/* Orders of threads and blocks from now on (fibers); 1 without a call. */
 void cg_host_seed(uint64_t seed);
 
 /* "fibers" or "threads": the library that is linked. */
@@ -210,12 +211,9 @@ template <typename T> T __shfl_xor_sync(unsigned mask, T value, int by, int widt
 
 void cg_host_pause(void);
 
-template <typename T> T atomicCAS(T *p, T expected, T desired) {
-    static_assert(std::is_integral_v<T>, "CUDA compares and swaps integers");
-    cg_host_pause();
-    __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
-    return expected;
-}
+template <typename T, typename... U> constexpr bool cg_host_one_of = (std::is_same_v<T, U> || ...);
+template <typename T>
+constexpr bool cg_host_atomic_integer = cg_host_one_of<T, int, unsigned, unsigned long long>;
 
 /* *p = change(*p) as one step; returns the old value. */
 template <typename T, typename F> T cg_host_atomic(T *p, F change) {
@@ -226,21 +224,24 @@ template <typename T, typename F> T cg_host_atomic(T *p, F change) {
     while (!__atomic_compare_exchange(p, &old, &next, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
     return old;
 }
-template <typename T> T atomicAdd(T *p, typename std::common_type<T>::type by) {
-    if constexpr (std::is_integral_v<T>) { /* wraps, also where it is signed */
-        using U = std::make_unsigned_t<T>;
-        return cg_host_atomic(p, [by](T old) { return (T)((U)old + (U)by); });
-    } else {
+template <typename T> T atomicAdd(T *p, std::common_type_t<T> by) {
+    static_assert(cg_host_atomic_integer<T> || cg_host_one_of<T, float, double>, "CUDA adds none of these");
+    if constexpr (std::is_integral_v<T>) /* wraps, also where it is signed */
+        return cg_host_atomic(p, [by](T old) { return (T)((unsigned long long)old + (unsigned long long)by); });
+    else
         return cg_host_atomic(p, [by](T old) { return old + by; });
-    }
 }
-template <typename T> T atomicMax(T *p, typename std::common_type<T>::type by) {
-    static_assert(std::is_integral_v<T>, "CUDA has integer maxima alone");
+template <typename T> T atomicMax(T *p, std::common_type_t<T> by) {
+    static_assert(cg_host_atomic_integer<T> || cg_host_one_of<T, long long>, "CUDA compares none of these");
     return cg_host_atomic(p, [by](T old) { return by > old ? by : old; });
 }
-template <typename T> T atomicMin(T *p, typename std::common_type<T>::type by) {
-    static_assert(std::is_integral_v<T>, "CUDA has integer minima alone");
+template <typename T> T atomicMin(T *p, std::common_type_t<T> by) {
+    static_assert(cg_host_atomic_integer<T> || cg_host_one_of<T, long long>, "CUDA compares none of these");
     return cg_host_atomic(p, [by](T old) { return by < old ? by : old; });
+}
+template <typename T> T atomicCAS(T *p, std::common_type_t<T> expected, std::common_type_t<T> desired) {
+    static_assert(cg_host_atomic_integer<T>, "CUDA swaps none of these");
+    return cg_host_atomic(p, [=](T old) { return old == expected ? desired : old; });
 }
 
 /* ---- single-thread functions ---- */

@@ -761,6 +761,7 @@ template <typename F> int apart(F run, std::string *written) {
         int code = apart([&] { LET(__VA_ARGS__); }, &written);                                                 \
         if (thread_sanitizer) {                                                                                \
             expect_words(written, "ThreadSanitizer: data race..." name);                                       \
+            expect_words(written, "(in kernel " name ", block (");                                             \
             ck_assert_int_eq(code, 66);                                                                        \
         } else {                                                                                               \
             ck_assert_str_eq(written.c_str(), "");                                                             \
@@ -828,6 +829,7 @@ START_TEST(an_access_out_of_bounds_shows) {
             ck_assert_int_ne(apart(run, &written), 0);
             expect_words(written, where < 2 ? "AddressSanitizer: heap-buffer-overflow...off_by_one_kernel"
                                             : "AddressSanitizer: use-after-poison...off_by_one_kernel");
+            expect_words(written, "(in kernel off_by_one_kernel, block (0,0,0), thread (");
             expect_words(written, where == 0 || where == 2 || where == 3 || where == 4 ? "WRITE of size 4"
                                                                                        : "READ of size 4");
         } else if (*in_shared[where]) { /* without it, writes are noticed, in shared memory alone */
