@@ -16,7 +16,8 @@ CG_DEVICE int64_t listed(const int32_t *index, int64_t i, int64_t C, int what, c
     return -1;
 }
 
-inline void describe_listed(const char *name, int64_t K, int64_t C, const cg_device_fault *fault, cg_error *error) {
+inline void describe_listed(const char *name, int64_t K, int64_t C, const cg_device_fault *fault,
+                            cg_error *error) {
     cg_fail(error, CG_BAD_INPUT, "row %lld: %s[%lld] is %lld, expected -1 or 0 to %lld",
             (long long)(fault->place / K), name, (long long)(fault->place % K), (long long)fault->got[0],
             (long long)C - 1);
@@ -65,15 +66,18 @@ CG_DEVICE cg_sum_of<T> index_score(const T *q, const T *w, const T *key, int64_t
 
 /* Indices of the K best of scores [n], counted from `first`, best first and then -1; the lower index is better where
  * scores are equal. By a whole block. A score's place is the number of better ones. Returns the first NaN, or -1, to all
- * threads. */
+ * threads; where there is one nothing is chosen. */
 template <typename T>
 CG_DEVICE int64_t select_by_rank(const T *score, int64_t n, int64_t K, int64_t first, int32_t *index) {
+    int64_t behind = 0; /* of the first NaN, counted from the end: the largest is the first */
+    for (int64_t j = threadIdx.x; j < n && !behind; j += blockDim.x)
+        if (cg_is_nan(cg_up(score[j]))) behind = n - j;
+    behind = cg_block_max(behind);
     for (int64_t j = threadIdx.x; j < K; j += blockDim.x) index[j] = -1;
     __syncthreads();
-    int64_t behind = 0; /* of the first NaN, counted from the end: the largest is the first */
+    if (behind) return n - behind;
     for (int64_t j = threadIdx.x; j < n; j += blockDim.x) {
         const cg_sum_of<T> mine = cg_up(score[j]);
-        if (cg_is_nan(mine) && !behind) behind = n - j;
         int64_t better = 0;
         for (int64_t i = 0; i < n; i++) {
             const cg_sum_of<T> other = cg_up(score[i]);
@@ -81,8 +85,7 @@ CG_DEVICE int64_t select_by_rank(const T *score, int64_t n, int64_t K, int64_t f
         }
         if (better < K) index[better] = (int32_t)(first + j);
     }
-    behind = cg_block_max(behind);
-    return behind ? n - behind : -1;
+    return -1;
 }
 
 } // namespace

@@ -35,11 +35,11 @@ void describe(const cg_run_args *args, const cg_device_fault *fault, cg_error *e
                 fault->place % K, (long long)fault->got[0], (long long)fault->got[1], (long long)fault->got[2]);
 }
 
-/* Data of one dtype. */
 template <typename T> struct inputs {
-    const T *scores, *teacher;
+    const cg_sum_of<T> *scores, *teacher;
     const int32_t *topk;
-    const T *w, *q, *ckv, *window_lse;
+    const T *w, *q, *ckv;
+    const cg_sum_of<T> *window_lse;
     const int32_t *rows;
 };
 
@@ -78,24 +78,21 @@ CG_DEVICE void share_heads(const inputs<T> &in, const sizes &z, int64_t t, key_r
     for (int64_t h = threadIdx.x / CG_WARP; h < z.H; h += WARPS) {
         const log_sum<cg_sum_of<T>> all = head_log_sum(in.q + (t * z.H + h) * z.D, in.ckv, keys, z.D, scale);
         if (threadIdx.x % CG_WARP) continue;
-        own.share[h] = teacher_share(all, (double)cg_up(in.window_lse[t * z.H + h]));
+        own.share[h] = teacher_share(all, (double)in.window_lse[t * z.H + h]);
         own.top[h] = all.top;
     }
 }
 
 /* KL of the listed teacher against the softmax of the listed scores, by the whole block. */
-template <typename T> CG_DEVICE double row_kl(const T *scores, const T *teacher, int64_t K) {
-    typedef cg_sum_of<T> S;
+template <typename S> CG_DEVICE double row_kl(const S *scores, const S *teacher, int64_t K) {
     S top = -cg_infinity<S>, sum = 0, kl = 0;
-    for (int64_t j = threadIdx.x; j < K; j += THREADS) top = cg_larger()(top, cg_up(scores[j]));
+    for (int64_t j = threadIdx.x; j < K; j += THREADS) top = cg_larger()(top, scores[j]);
     top = cg_block_max(top);
     if (top == -cg_infinity<S>) return 0;
-    for (int64_t j = threadIdx.x; j < K; j += THREADS) sum += cg_exp(cg_up(scores[j]) - top);
+    for (int64_t j = threadIdx.x; j < K; j += THREADS) sum += cg_exp(scores[j] - top);
     const S log_sum_exp = cg_log(cg_block_sum(sum));
-    for (int64_t j = threadIdx.x; j < K; j += THREADS) {
-        const S p = cg_up(teacher[j]);
-        if (p != 0) kl += p * (cg_log(p) - (cg_up(scores[j]) - top - log_sum_exp));
-    }
+    for (int64_t j = threadIdx.x; j < K; j += THREADS)
+        if (teacher[j] != 0) kl += teacher[j] * (cg_log(teacher[j]) - (scores[j] - top - log_sum_exp));
     return (double)cg_block_sum(kl);
 }
 
@@ -108,7 +105,7 @@ CG_DEVICE void add_row(const inputs<T> &in, const sizes &z, int64_t t, seen_rows
     double mass = 0, distance = 0, entropy = 0;
     int64_t chosen = 0, found = 0, top_found = 0, negative = 0;
     for (int64_t j = threadIdx.x; j < z.K; j += THREADS) {
-        const double p = (double)cg_up(in.teacher[t * z.K + j]);
+        const double p = (double)in.teacher[t * z.K + j];
         if (p != 0) entropy += p * log(p);
         const int64_t place = seen_place(in.topk, t * z.K + j, seen, fault);
         if (place < 0) continue;
@@ -166,11 +163,11 @@ CG_GLOBAL void health_kernel(inputs<T> in, sizes z, cg_sum_of<T> scale, scratch<
     }
 }
 
-template <typename T> CG_GLOBAL void health_sum_kernel(const double *sums, int64_t blocks, T *health) {
+template <typename S> CG_GLOBAL void health_sum_kernel(const double *sums, int64_t blocks, S *health) {
     CG_FOR(field, CG_HEALTH_FIELDS) {
         double sum = 0;
         for (int64_t b = 0; b < blocks; b++) sum += sums[b * CG_HEALTH_FIELDS + field];
-        health[field] = cg_down<T>((cg_sum_of<T>)sum);
+        health[field] = (S)sum;
     }
 }
 
@@ -184,15 +181,16 @@ size_t workspace(const cg_node *node) {
 template <typename T> bool health(const cg_run_args *args, cg_stream *stream) {
     const cg_tensor *in = args->in;
     const sizes z = sizes_of(&in[SCORES].shape, &in[W].shape, &in[Q].shape, &in[CKV].shape, args->attr);
-    const inputs<T> data = {(const T *)in[SCORES].data,     (const T *)in[TEACHER_AT].data,
+    typedef cg_sum_of<T> S;
+    const inputs<T> data = {(const S *)in[SCORES].data,     (const S *)in[TEACHER_AT].data,
                             (const int32_t *)in[TOPK].data, (const T *)in[W].data,
                             (const T *)in[Q].data,          (const T *)in[CKV].data,
-                            (const T *)in[WINDOW_LSE].data, (const int32_t *)in[ROWS].data};
+                            (const S *)in[WINDOW_LSE].data, (const int32_t *)in[ROWS].data};
     scratch<T> all;
     carve(z, args->workspace, &all);
     return CG_LAUNCH(health_kernel<T>, z.blocks, THREADS, 0, stream, data, z,
-                     (cg_sum_of<T>)((const indexer_health_attr *)args->attr)->scale, all, args->fault) &&
-           CG_LAUNCH(health_sum_kernel<T>, 1, CG_WARP, 0, stream, all.sums, z.blocks, (T *)args->out[0].data);
+                     (S)((const indexer_health_attr *)args->attr)->scale, all, args->fault) &&
+           CG_LAUNCH(health_sum_kernel<S>, 1, CG_WARP, 0, stream, all.sums, z.blocks, (S *)args->out[0].data);
 }
 
 } // namespace

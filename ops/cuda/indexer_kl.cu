@@ -108,7 +108,7 @@ template <typename T> bool plain_grad(const cg_run_args *args, cg_stream *stream
 extern "C" const cg_cuda_op cg_cuda_indexer_kl = {
     .op = "indexer_kl",
     .variants = {{.name = "plain",
-                  .launch = {plain<float>, plain<double>, nullptr, plain<cg_bf16>},
+                  .launch = {plain<float>, plain<double>},
                   .workspace = loss_workspace}},
     .describe = describe,
 };
@@ -116,6 +116,6 @@ extern "C" const cg_cuda_op cg_cuda_indexer_kl = {
 extern "C" const cg_cuda_op cg_cuda_indexer_kl_grad = {
     .op = "indexer_kl_grad",
     .variants = {{.name = "plain",
-                  .launch = {plain_grad<float>, plain_grad<double>, nullptr, plain_grad<cg_bf16>},
+                  .launch = {plain_grad<float>, plain_grad<double>},
                   .workspace = loss_workspace}},
 };

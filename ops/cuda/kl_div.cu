@@ -60,13 +60,13 @@ template <typename T> bool kl_div_grad(const cg_run_args *args, cg_stream *strea
 extern "C" const cg_cuda_op cg_cuda_kl_div = {
     .op = "kl_div",
     .variants = {{.name = "plain",
-                  .launch = {kl_div<float>, kl_div<double>, nullptr, kl_div<cg_bf16>},
+                  .launch = {kl_div<float>, kl_div<double>},
                   .workspace = loss_workspace}},
 };
 
 extern "C" const cg_cuda_op cg_cuda_kl_div_grad = {
     .op = "kl_div_grad",
     .variants = {{.name = "plain",
-                  .launch = {kl_div_grad<float>, kl_div_grad<double>, nullptr, kl_div_grad<cg_bf16>},
+                  .launch = {kl_div_grad<float>, kl_div_grad<double>},
                   .workspace = loss_workspace}},
 };
