@@ -75,12 +75,11 @@ bool cg_device_play(cg_device *device, cg_recording *recording, cg_error *error)
 void cg_recording_free(cg_recording *recording);
 
 /* n_batch products of one shape, row-major as in core/gemm.h: number i reads A + i * stride_a (elements; 0: the same
- * for all). each.dtype: CG_F32 (in full f32 unless tf32), CG_F64, or CG_BF16 (summed in f32; C is bf16, or f32 with
- * c_is_f32). */
+ * for all). each.dtype CG_F32: in full f32 unless tf32. */
 typedef struct cg_device_gemm {
     cg_gemm each;
     int64_t n_batch, stride_a, stride_b, stride_c;
-    bool tf32, c_is_f32;
+    bool tf32;
 } cg_device_gemm;
 
 /* Bytes of workspace that cg_device_gemm_run needs. */

@@ -335,7 +335,7 @@ bool cg_device_gemm_run(cg_stream *stream, const cg_device_gemm *gemm, const voi
     const cg_gemm *g = &gemm->each;
     cg_device *device = stream->device;
     cublas *blas = &device->blas;
-    const bool c_is_f32 = g->dtype == CG_BF16 && gemm->c_is_f32;
+    const bool c_is_f32 = g->dtype == CG_BF16 && g->c_is_f32;
     if (!g->m || !g->n || !gemm->n_batch) return true;
     if (!g->k) return gemm_zeros(stream, gemm, cg_dtype_bytes(c_is_f32 ? CG_F32 : g->dtype), c, error);
     if (!load_blas(device, error)) return false;

@@ -13,6 +13,10 @@
  * cut k alike. So an element depends on its row of A, its column of B and k, and not on m, n or the tile,
  * if this file is compiled for a processor with FMA.
  *
+ * bf16 operands go to oneDNN as they are where it has kernels for them (AVX-512 with BF16), which multiply pairs and
+ * add up in f32. Elsewhere, and for small products, their blocks are widened to f32 first and treated as such. The
+ * sum of a tile stays in f32 over all blocks of k.
+ *
  * A call of oneDNN allocates a few small handles of its own (six, under 100 bytes each, freed on return),
  * and nothing that grows with the shape.
  */
@@ -25,6 +29,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/bf16.h"
 #include "core/threads.h"
 
 #if defined(__x86_64__)
@@ -160,6 +165,7 @@ typedef struct seat { /* what one thread needs to call a kernel; a seat in use i
 
 typedef struct kernel {
     struct kernel *next;
+    cg_dtype dtype; /* of A and B; C is f32 */
     bool trans_a, trans_b;
     int64_t m, n, k;
     dnnl_primitive_t primitive; /* NULL: oneDNN has none that keeps to the workspace */
@@ -188,9 +194,10 @@ static bool dnnl_fail(cg_error *error, const char *what, dnnl_status_t status, i
 #define desc_init_by_strides dnnl_memory_desc_init_by_strides
 #endif
 
-static dnnl_status_t matrix_desc(dnnl_memory_desc_t *desc, int64_t rows, int64_t cols, bool trans) {
+static dnnl_status_t matrix_desc(dnnl_memory_desc_t *desc, cg_dtype dtype, int64_t rows, int64_t cols,
+                                 bool trans) {
     dnnl_dims_t dims = {rows, cols}, strides = {trans ? 1 : cols, trans ? rows : 1};
-    return desc_init_by_strides(desc, 2, dims, dnnl_f32, strides);
+    return desc_init_by_strides(desc, 2, dims, dtype == CG_BF16 ? dnnl_bf16 : dnnl_f32, strides);
 }
 
 /* Takes this implementation if its name starts with "brg". The others allocate their own packing buffers. */
@@ -248,9 +255,9 @@ static dnnl_status_t compile(kernel *kern) {
     dnnl_status_t status = dnnl_success;
     dnnl_primitive_attr_t attr = NULL;
     if (!engine) status = dnnl_engine_create(&engine, dnnl_cpu, 0);
-    if (status == dnnl_success) status = matrix_desc(&kern->a, kern->m, kern->k, kern->trans_a);
-    if (status == dnnl_success) status = matrix_desc(&kern->b, kern->k, kern->n, kern->trans_b);
-    if (status == dnnl_success) status = matrix_desc(&kern->c, kern->m, kern->n, false);
+    if (status == dnnl_success) status = matrix_desc(&kern->a, kern->dtype, kern->m, kern->k, kern->trans_a);
+    if (status == dnnl_success) status = matrix_desc(&kern->b, kern->dtype, kern->k, kern->n, kern->trans_b);
+    if (status == dnnl_success) status = matrix_desc(&kern->c, CG_F32, kern->m, kern->n, false);
     if (status == dnnl_success) status = dnnl_primitive_attr_create(&attr);
     if (status != dnnl_success) return status;
     status = dnnl_primitive_attr_set_scratchpad_mode(attr, dnnl_scratchpad_mode_user);
@@ -266,29 +273,33 @@ static dnnl_status_t compile(kernel *kern) {
     return status;
 }
 
-static kernel *kernel_in(kernel *list, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k) {
+static kernel *kernel_in(kernel *list, cg_dtype dtype, bool trans_a, bool trans_b, int64_t m, int64_t n,
+                         int64_t k) {
     for (; list; list = list->next)
-        if (list->m == m && list->n == n && list->k == k && list->trans_a == trans_a &&
+        if (list->m == m && list->n == n && list->k == k && list->dtype == dtype && list->trans_a == trans_a &&
             list->trans_b == trans_b)
             return list;
     return NULL;
 }
 
-static kernel *kernel_get(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, cg_error *error) {
-    uint64_t hash =
-        (((uint64_t)m * 2048 + (uint64_t)n) * 2048 + (uint64_t)k) * 4 + (uint64_t)(2 * trans_a + trans_b);
+/* For A and B in f32 or bf16. */
+static kernel *kernel_get(cg_dtype dtype, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k,
+                          cg_error *error) {
+    uint64_t hash = (((uint64_t)m * 2048 + (uint64_t)n) * 2048 + (uint64_t)k) * 8 +
+                    (uint64_t)(4 * (dtype == CG_BF16) + 2 * trans_a + trans_b);
     _Atomic(kernel *) *bucket = &buckets[(hash * UINT64_C(0x9E3779B97F4A7C15)) >> 52];
-    kernel *kern = kernel_in(atomic_load_explicit(bucket, memory_order_acquire), trans_a, trans_b, m, n, k);
+    kernel *kern =
+        kernel_in(atomic_load_explicit(bucket, memory_order_acquire), dtype, trans_a, trans_b, m, n, k);
     if (kern) return kern;
     pthread_mutex_lock(&compile_lock);
     kernel *head = atomic_load_explicit(bucket, memory_order_relaxed);
-    kern = kernel_in(head, trans_a, trans_b, m, n, k);
+    kern = kernel_in(head, dtype, trans_a, trans_b, m, n, k);
     if (!kern) {
         size_t slots = (size_t)cg_thread_slots();
         kern = calloc(1, sizeof *kern + slots * sizeof(seat));
         dnnl_status_t status = dnnl_out_of_memory;
         if (kern) {
-            kern->trans_a = trans_a, kern->trans_b = trans_b;
+            kern->dtype = dtype, kern->trans_a = trans_a, kern->trans_b = trans_b;
             kern->m = m, kern->n = n, kern->k = k, kern->next = head;
             for (size_t i = 0; i < slots; i++) atomic_flag_clear(&kern->seats[i].busy);
             status = compile(kern);
@@ -355,6 +366,7 @@ enum {
     TILE = 256,        /* the largest side of a tile */
     TILE_LEAST = 64,   /* below, copying the operands costs more than a busy thread gains */
     TILES_WANTED = 16, /* tiles that a product should have, so that as many threads find work */
+    DEPTH_BF16 = 1024,
     DEPTH_F32 = 512,
     DEPTH_F64 = 256,  /* a panel of B is then 32 KiB, the first-level cache */
     PLAIN_WORK = 8192 /* m*n*k up to which the plain kernel is faster than a call of oneDNN */
@@ -365,6 +377,8 @@ typedef struct plan {
     int64_t mt, nt, kt;               /* a tile, and a block of k */
     int64_t rows, cols;               /* tiles in each direction */
     size_t a_bytes, b_bytes, c_bytes; /* copies of the operands, and of the product of one block */
+    size_t a_wide, b_wide;            /* of bf16: the operands in f32, where they are needed */
+    size_t sum_bytes;                 /* of bf16 that C takes: the sum over the blocks */
     size_t slot_bytes;                /* these and oneDNN's scratch */
 } plan;
 
@@ -373,7 +387,26 @@ static int64_t even_part(int64_t whole, int64_t most) {
     return min64(whole, round_up(parts_of(whole, parts_of(whole, most)), 16));
 }
 
+/* What an element is added up in, and what it is stored in. */
+static cg_dtype sum_dtype(const cg_gemm *g) { return g->dtype == CG_BF16 ? CG_F32 : g->dtype; }
+static cg_dtype c_dtype(const cg_gemm *g) { return g->c_is_f32 ? sum_dtype(g) : g->dtype; }
+
 static bool is_empty(const cg_gemm *g) { return g->m <= 0 || g->n <= 0 || g->k <= 0; }
+
+/* Kernels for whole tiles and blocks and for what is left at their ends: the largest scratch, and whether one lacks. */
+static bool kernels_get(const cg_gemm *g, const plan *p, cg_dtype dtype, size_t *scratch, bool *lacks_one,
+                        cg_error *error) {
+    for (int tail = 0; tail < 8; tail++) {
+        int64_t m = tail & 1 ? g->m - (p->rows - 1) * p->mt : p->mt;
+        int64_t n = tail & 2 ? g->n - (p->cols - 1) * p->nt : p->nt;
+        int64_t k = tail & 4 ? g->k - (parts_of(g->k, p->kt) - 1) * p->kt : p->kt;
+        kernel *kern = kernel_get(dtype, g->trans_a, g->trans_b, m, n, k, error);
+        if (!kern) return false;
+        *lacks_one |= !kern->primitive;
+        if (kern->scratch_bytes > *scratch) *scratch = kern->scratch_bytes;
+    }
+    return true;
+}
 
 static bool plan_make(const cg_gemm *g, plan *p, cg_error *error) {
     /* Rows of B that are not cut are used in place, without a copy; then thin tiles pay. */
@@ -392,32 +425,42 @@ static bool plan_make(const cg_gemm *g, plan *p, cg_error *error) {
                                       g->m * g->n * g->k <= PLAIN_WORK);
     p->mt = even_part(g->m, mt);
     p->nt = even_part(g->n, nt);
-    p->kt = even_part(g->k, g->dtype == CG_F64 ? DEPTH_F64 : DEPTH_F32);
+    p->kt = even_part(g->k, g->dtype == CG_F64 ? DEPTH_F64 : g->dtype == CG_F32 ? DEPTH_F32 : DEPTH_BF16);
     p->rows = parts_of(g->m, p->mt);
     p->cols = parts_of(g->n, p->nt);
-    int64_t bytes = (int64_t)cg_dtype_bytes(g->dtype);
-    /* Room for both kernels: oneDNN may lack the one for a tail. */
-    p->a_bytes = aligned(round_up(p->mt, PLAIN_ROWS) * p->kt * bytes);
-    p->b_bytes =
-        aligned((p->plain ? plain_cols(g->dtype) : round_up(p->nt, plain_cols(g->dtype))) * p->kt * bytes);
-    p->c_bytes = p->plain ? 0 : aligned(p->mt * p->nt * bytes);
     size_t scratch = 0;
-    for (int tail = 0; !p->plain && tail < 8; tail++) {
-        int64_t m = tail & 1 ? g->m - (p->rows - 1) * p->mt : p->mt;
-        int64_t n = tail & 2 ? g->n - (p->cols - 1) * p->nt : p->nt;
-        int64_t k = tail & 4 ? g->k - (parts_of(g->k, p->kt) - 1) * p->kt : p->kt;
-        kernel *kern = kernel_get(g->trans_a, g->trans_b, m, n, k, error);
-        if (!kern) return false;
-        if (kern->scratch_bytes > scratch) scratch = kern->scratch_bytes;
+    bool widens = p->plain && g->dtype == CG_BF16, lacks_one = false;
+    if (!p->plain && !kernels_get(g, p, g->dtype, &scratch, &lacks_one, error)) return false;
+    if (g->dtype == CG_BF16 && lacks_one) {
+        widens = true;
+        if (!kernels_get(g, p, CG_F32, &scratch, &lacks_one, error)) return false;
     }
-    p->slot_bytes = p->a_bytes + p->b_bytes + p->c_bytes + aligned((int64_t)scratch);
+    /* Room for both kernels: oneDNN may lack the one for a tail. */
+    const cg_dtype real = sum_dtype(g);
+    const int64_t bytes = (int64_t)cg_dtype_bytes(real);
+    p->a_bytes = aligned(round_up(p->mt, PLAIN_ROWS) * p->kt * bytes);
+    p->b_bytes = aligned((p->plain ? plain_cols(real) : round_up(p->nt, plain_cols(real))) * p->kt * bytes);
+    p->c_bytes = p->plain ? 0 : aligned(p->mt * p->nt * bytes);
+    p->a_wide = widens ? aligned(p->mt * p->kt * bytes) : 0;
+    p->b_wide = widens ? aligned(p->nt * p->kt * bytes) : 0;
+    p->sum_bytes = c_dtype(g) == CG_BF16 ? aligned(p->mt * p->nt * bytes) : 0;
+    p->slot_bytes =
+        p->a_bytes + p->b_bytes + p->c_bytes + p->a_wide + p->b_wide + p->sum_bytes + aligned((int64_t)scratch);
     return true;
 }
 
 /* The rows of a block of a matrix as one dense piece, copied only when they are apart. */
-static const float *dense(const float *src, int64_t rows, int64_t width, int64_t ld, float *copy) {
+static const void *dense(cg_dtype dtype, const void *src, int64_t rows, int64_t width, int64_t ld, void *copy) {
     if (rows == 1 || width == ld) return src;
-    for (int64_t i = 0; i < rows; i++) memcpy(copy + i * width, src + i * ld, (size_t)width * sizeof *copy);
+    const size_t element = cg_dtype_bytes(dtype), bytes = (size_t)width * element;
+    for (int64_t i = 0; i < rows; i++)
+        memcpy((char *)copy + (size_t)i * bytes, (const char *)src + (size_t)(i * ld) * element, bytes);
+    return copy;
+}
+
+/* The same in f32, always a copy. */
+static const float *widened(const uint16_t *src, int64_t rows, int64_t width, int64_t ld, float *copy) {
+    for (int64_t i = 0; i < rows; i++) cg_bf16_widen(width, src + i * ld, copy + i * width);
     return copy;
 }
 
@@ -429,6 +472,13 @@ static bool tile_run(const cg_gemm *g, const plan *p, int64_t tile, const void *
     int64_t b_col = g->trans_b ? g->ldb : 1, b_k = g->trans_b ? 1 : g->ldb;
     int64_t c_at = i0 * g->ldc + j0;
     char *copy_a = slot, *copy_b = copy_a + p->a_bytes, *product = copy_b + p->b_bytes;
+    char *wide_a = product + p->c_bytes, *wide_b = wide_a + p->a_wide, *sum = wide_b + p->b_wide,
+         *scratch = sum + p->sum_bytes;
+    /* where the tile is added up, in f32: C itself, or beside it when C is bf16 */
+    const bool rounds = c_dtype(g) == CG_BF16;
+    float *c_tile = rounds ? (float *)sum : (float *)c + c_at;
+    const int64_t ldc = rounds ? n : g->ldc;
+    if (rounds && g->accumulate) widened((const uint16_t *)c + c_at, m, n, g->ldc, c_tile);
     for (int64_t k0 = 0; k0 < g->k; k0 += p->kt) {
         int64_t k = min64(p->kt, g->k - k0);
         int64_t a_at = i0 * a_row + k0 * a_k, b_at = j0 * b_col + k0 * b_k;
@@ -438,23 +488,38 @@ static bool tile_run(const cg_gemm *g, const plan *p, int64_t tile, const void *
                       (double *)c + c_at, g->ldc, add, (double *)copy_a, (double *)copy_b);
             continue;
         }
-        const float *a_block = (const float *)a + a_at, *b_block = (const float *)b + b_at;
-        float *c_tile = (float *)c + c_at;
+        const size_t element = cg_dtype_bytes(g->dtype);
+        const void *a_block = (const char *)a + (size_t)a_at * element,
+                   *b_block = (const char *)b + (size_t)b_at * element;
+        /* as they are stored */
+        const int64_t a_rows = g->trans_a ? k : m, a_width = g->trans_a ? m : k, b_rows = g->trans_b ? n : k,
+                      b_width = g->trans_b ? k : n;
+        int64_t lda = g->lda, ldb = g->ldb;
+        cg_dtype dtype = g->dtype;
         kernel *kern = NULL;
-        if (!p->plain && !(kern = kernel_get(g->trans_a, g->trans_b, m, n, k, error))) return false;
+        if (!p->plain && !(kern = kernel_get(dtype, g->trans_a, g->trans_b, m, n, k, error))) return false;
+        if (dtype == CG_BF16 && (!kern || !kern->primitive)) {
+            a_block = widened(a_block, a_rows, a_width, lda, (float *)wide_a);
+            b_block = widened(b_block, b_rows, b_width, ldb, (float *)wide_b);
+            dtype = CG_F32;
+            lda = a_width;
+            ldb = b_width;
+            if (!p->plain && !(kern = kernel_get(dtype, g->trans_a, g->trans_b, m, n, k, error))) return false;
+        }
         if (!kern || !kern->primitive) {
-            plain_f32(m, n, k, a_block, a_row, a_k, b_block, b_col, b_k, c_tile, g->ldc, add, (float *)copy_a,
+            plain_f32(m, n, k, a_block, g->trans_a ? 1 : lda, g->trans_a ? lda : 1, b_block,
+                      g->trans_b ? ldb : 1, g->trans_b ? 1 : ldb, c_tile, ldc, add, (float *)copy_a,
                       (float *)copy_b);
             continue;
         }
-        a_block = dense(a_block, g->trans_a ? k : m, g->trans_a ? m : k, g->lda, (float *)copy_a);
-        b_block = dense(b_block, g->trans_b ? n : k, g->trans_b ? k : n, g->ldb, (float *)copy_b);
-        bool in_place = !add && (m == 1 || n == g->ldc);
+        a_block = dense(dtype, a_block, a_rows, a_width, lda, copy_a);
+        b_block = dense(dtype, b_block, b_rows, b_width, ldb, copy_b);
+        bool in_place = !add && (m == 1 || n == ldc);
         float *out = in_place ? c_tile : (float *)product;
-        if (!kernel_run(kern, a_block, b_block, out, product + p->c_bytes, error)) return false;
+        if (!kernel_run(kern, a_block, b_block, out, scratch, error)) return false;
         if (in_place) continue;
         for (int64_t i = 0; i < m; i++) {
-            float *restrict to = c_tile + i * g->ldc;
+            float *restrict to = c_tile + i * ldc;
             const float *restrict from = out + i * n;
             if (!add)
                 memcpy(to, from, (size_t)n * sizeof *to);
@@ -462,13 +527,15 @@ static bool tile_run(const cg_gemm *g, const plan *p, int64_t tile, const void *
                 for (int64_t j = 0; j < n; j++) to[j] += from[j];
         }
     }
+    for (int64_t i = 0; rounds && i < m; i++)
+        cg_bf16_narrow(n, c_tile + i * ldc, (uint16_t *)c + c_at + i * g->ldc);
     return true;
 }
 
 /* With no k there is nothing to add up. */
 static void clear(const cg_gemm *g, void *c) {
     if (g->accumulate || g->n <= 0) return;
-    size_t bytes = cg_dtype_bytes(g->dtype);
+    size_t bytes = cg_dtype_bytes(c_dtype(g));
     for (int64_t i = 0; i < g->m; i++)
         memset((char *)c + (size_t)i * (size_t)g->ldc * bytes, 0, (size_t)g->n * bytes);
 }

@@ -1,4 +1,4 @@
-/* Matrix products: a thin front over oneDNN (f32) and a plain blocked loop (f64, which oneDNN lacks).
+/* Matrix products: a thin front over oneDNN (f32, bf16) and a plain blocked loop (f64, which oneDNN lacks).
  *
  * The product is cut into tiles of C whose size depends on the shape alone; each tile is one single-threaded
  * oneDNN call. So an element has the same bits on any number of threads. All scratch that oneDNN asks for
@@ -10,9 +10,11 @@
 #include "core/tensor.h"
 
 /* C[m,n] = op(A)[m,k] op(B)[k,n], or += when accumulate. Row-major; ld = distance of two rows as stored.
- * trans_a: A is stored [k,m]; trans_b: B is stored [n,k]. dtype is CG_F32 or CG_F64. m, n or k may be 0. */
+ * trans_a: A is stored [k,m]; trans_b: B is stored [n,k]. dtype is CG_F32, CG_F64 or CG_BF16, which is summed in f32;
+ * its C is bf16, rounded once at the end, or f32 with c_is_f32. m, n or k may be 0. */
 typedef struct cg_gemm {
     cg_dtype dtype;
+    bool c_is_f32;
     bool trans_a, trans_b, accumulate;
     int64_t m, n, k;
     int64_t lda, ldb, ldc;

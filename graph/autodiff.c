@@ -7,7 +7,7 @@
  * have been visited; creation order is a topological order, so all of them have been when its producer is. */
 
 cg_dtype cg_gradient_dtype(const cg_graph *graph, const cg_value *value) {
-    const cg_node *node = value->producer;
+    const cg_node *node = cg_value_root(value)->producer;
     return node && node->op == graph->ops->cast && value->dtype == CG_BF16 ? node->in[0]->dtype : value->dtype;
 }
 

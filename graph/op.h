@@ -161,8 +161,8 @@ typedef struct cg_cast_attr {
     cg_dtype to; /* f32 or bf16 */
 } cg_cast_attr;
 
-/* The dtype that is best for a gradient of a value: f32 where the value is a bf16 copy of an f32 one, since the gradient
- * ends in f32 then; else that of the value. Autodiff takes both, and adds them up in f32. */
+/* The dtype that is best for a gradient of a value: f32 where the value is a bf16 copy of an f32 one (by cast, perhaps
+ * reshaped), since the gradient ends in f32 then; else that of the value. Autodiff takes both, and adds them up in f32. */
 cg_dtype cg_gradient_dtype(const cg_graph *graph, const cg_value *value);
 
 /* An op by name; NULL when there is none. */

@@ -28,6 +28,10 @@ typedef struct gather_grad_attr {
     int64_t n_columns; /* C, so that x need not be kept for its shape */
 } gather_grad_attr;
 
+typedef struct grouped_outer_attr {
+    bool f32_out; /* beside bf16: w is f32, as the gradient of a parameter is */
+} grouped_outer_attr;
+
 typedef struct grouped_linear_attr {
     bool transposed;
 } grouped_linear_attr;
@@ -59,6 +63,7 @@ typedef struct kl_div_attr {
 
 typedef struct matmul_attr {
     bool trans_a, trans_b;
+    bool f32_out; /* beside bf16: y is f32, as the gradient of a parameter is */
 } matmul_attr;
 
 typedef struct reshape_attr {

@@ -17,7 +17,7 @@
 extern const cg_op cg_op_grouped_outer;
 
 static cg_value *grouped_linear(cg_graph *graph, cg_value *x, cg_value *w, bool transposed);
-static cg_value *grouped_outer(cg_graph *graph, cg_value *a, cg_value *b);
+static cg_value *grouped_outer(cg_graph *graph, cg_value *a, cg_value *b, bool f32_out);
 
 /* ---- grouped_linear ---- */
 
@@ -55,9 +55,11 @@ static bool grouped_linear_run(const cg_run_args *args) {
 static void grouped_linear_build_grad(cg_graph *graph, const cg_node *node, cg_value *const *dout,
                                       cg_value **din) {
     const bool transposed = ((const grouped_linear_attr *)node->attr)->transposed;
-    cg_value *x = node->in[0], *dy = dout[0];
-    if (cg_wants_grad(node, 0)) din[0] = grouped_linear(graph, dy, node->in[1], !transposed);
-    if (cg_wants_grad(node, 1)) din[1] = transposed ? grouped_outer(graph, x, dy) : grouped_outer(graph, dy, x);
+    cg_value *x = node->in[0], *w = node->in[1], *dy = dout[0];
+    const bool f32 = cg_gradient_dtype(graph, w) != w->dtype; /* of a parameter */
+    if (cg_wants_grad(node, 0)) din[0] = grouped_linear(graph, dy, w, !transposed);
+    if (cg_wants_grad(node, 1))
+        din[1] = transposed ? grouped_outer(graph, x, dy, f32) : grouped_outer(graph, dy, x, f32);
 }
 
 static size_t grouped_linear_workspace(const cg_node *node) {
@@ -144,7 +146,7 @@ const cg_op cg_op_grouped_linear = {
     .replay = CG_REPLAY_SAME_BITS,
     .cost = grouped_linear_cost,
     .workspace = grouped_linear_workspace,
-    .run = {[CG_F32] = grouped_linear_run, [CG_F64] = grouped_linear_run},
+    .run = {[CG_F32] = grouped_linear_run, [CG_F64] = grouped_linear_run, [CG_BF16] = grouped_linear_run},
     CG_CASES(grouped_linear_cases),
 };
 
@@ -156,12 +158,15 @@ static bool grouped_outer_infer(cg_infer *infer) {
     const int64_t *a = infer->in[0]->shape.dims, *b = infer->in[1]->shape.dims;
     if (!cg_expect_dim(infer, 1, 0, a[0], "rows of a") || !cg_expect_dim(infer, 1, 1, a[1], "groups of a"))
         return false;
-    cg_infer_out(infer, 0, infer->in[0]->dtype, CG_SHAPE(a[1], a[2], b[2]));
+    const cg_dtype real = infer->in[0]->dtype;
+    const bool f32_out = ((const grouped_outer_attr *)infer->attr)->f32_out;
+    cg_infer_out(infer, 0, f32_out ? cg_statistic_dtype(real) : real, CG_SHAPE(a[1], a[2], b[2]));
     return true;
 }
 
-static cg_gemm grouped_outer_gemm(cg_dtype dtype, const int64_t *a, const int64_t *b) {
+static cg_gemm grouped_outer_gemm(cg_dtype dtype, const void *attr, const int64_t *a, const int64_t *b) {
     cg_gemm gemm = cg_gemm_dense(dtype, true, false, a[2], b[2], a[0]);
+    gemm.c_is_f32 = ((const grouped_outer_attr *)attr)->f32_out && dtype == CG_BF16;
     gemm.lda = a[1] * a[2];
     gemm.ldb = b[1] * b[2];
     return gemm;
@@ -169,11 +174,12 @@ static cg_gemm grouped_outer_gemm(cg_dtype dtype, const int64_t *a, const int64_
 
 static bool grouped_outer_run(const cg_run_args *args) {
     const cg_tensor *a = &args->in[0], *b = &args->in[1], *w = &args->out[0];
-    const int64_t m = a->shape.dims[2], n = b->shape.dims[2], element = (int64_t)cg_dtype_bytes(w->dtype);
-    cg_gemm gemm = grouped_outer_gemm(w->dtype, a->shape.dims, b->shape.dims);
+    const int64_t m = a->shape.dims[2], n = b->shape.dims[2], element = (int64_t)cg_dtype_bytes(a->dtype);
+    const int64_t w_bytes = m * n * (int64_t)cg_dtype_bytes(w->dtype);
+    cg_gemm gemm = grouped_outer_gemm(a->dtype, args->attr, a->shape.dims, b->shape.dims);
     for (int64_t g = 0; g < a->shape.dims[1]; g++)
         if (!cg_gemm_run(&gemm, (const char *)a->data + g * m * element,
-                         (const char *)b->data + g * n * element, (char *)w->data + g * m * n * element,
+                         (const char *)b->data + g * n * element, (char *)w->data + g * w_bytes,
                          args->workspace, args->error))
             return false;
     return true;
@@ -181,12 +187,14 @@ static bool grouped_outer_run(const cg_run_args *args) {
 
 static void grouped_outer_build_grad(cg_graph *graph, const cg_node *node, cg_value *const *dout,
                                      cg_value **din) {
-    if (cg_wants_grad(node, 0)) din[0] = grouped_linear(graph, node->in[1], dout[0], false);
-    if (cg_wants_grad(node, 1)) din[1] = grouped_linear(graph, node->in[0], dout[0], true);
+    cg_value *dw = cg_cast(graph, dout[0], node->in[0]->dtype);
+    if (cg_wants_grad(node, 0)) din[0] = grouped_linear(graph, node->in[1], dw, false);
+    if (cg_wants_grad(node, 1)) din[1] = grouped_linear(graph, node->in[0], dw, true);
 }
 
 static size_t grouped_outer_workspace(const cg_node *node) {
-    cg_gemm gemm = grouped_outer_gemm(node->out[0]->dtype, node->in[0]->shape.dims, node->in[1]->shape.dims);
+    cg_gemm gemm =
+        grouped_outer_gemm(node->in[0]->dtype, node->attr, node->in[0]->shape.dims, node->in[1]->shape.dims);
     return cg_gemm_workspace(&gemm);
 }
 
@@ -195,18 +203,33 @@ static cg_cost grouped_outer_cost(const cg_node *node) {
     return (cg_cost){.flops = flops, .bytes = cg_node_bytes(node)};
 }
 
+#define IN_KIND                                                                                                \
+    &(grouped_outer_attr) { false }
 static const cg_case grouped_outer_cases[] = {
-    {.name = "odd", .in = {{.shape = CG_DIMS(3, 2, 4)}, {.shape = CG_DIMS(3, 2, 5)}}, .crosses = "a b"},
-    {.name = "no rows", .in = {{.shape = CG_DIMS(0, 2, 4)}, {.shape = CG_DIMS(0, 2, 5)}}, .crosses = "a b"},
+    {.name = "odd",
+     .in = {{.shape = CG_DIMS(3, 2, 4)}, {.shape = CG_DIMS(3, 2, 5)}},
+     .attr = IN_KIND,
+     .crosses = "a b"},
+    {.name = "no rows",
+     .in = {{.shape = CG_DIMS(0, 2, 4)}, {.shape = CG_DIMS(0, 2, 5)}},
+     .attr = IN_KIND,
+     .crosses = "a b"},
+    {.name = "a sum in f32",
+     .in = {{.shape = CG_DIMS(3, 2, 4)}, {.shape = CG_DIMS(3, 2, 5)}},
+     .attr = &(grouped_outer_attr){true},
+     .crosses = "a b"},
     {.name = "large",
      .in = {{.shape = CG_DIMS(131, 3, 67)}, {.shape = CG_DIMS(131, 3, 51)}},
+     .attr = IN_KIND,
      .crosses = "a b",
      .large = true},
     {.name = "rows differ",
      .in = {{.shape = CG_DIMS(3, 2, 4)}, {.shape = CG_DIMS(4, 2, 5)}},
+     .attr = IN_KIND,
      .refuses = "expected 3 in dimension 0 (rows of a)"},
     {.name = "groups differ",
      .in = {{.shape = CG_DIMS(3, 2, 4)}, {.shape = CG_DIMS(3, 1, 5)}},
+     .attr = IN_KIND,
      .refuses = "expected 2 in dimension 1 (groups of a)"},
 };
 
@@ -215,18 +238,19 @@ const cg_op cg_op_grouped_outer = {
     .doc = "w[g] = sum of a[t,g] b[t,g]^T over t: the weight gradient of grouped_linear",
     .in = {"a", "b"},
     .out = {"w"},
+    .attr_bytes = sizeof(grouped_outer_attr),
     .infer = grouped_outer_infer,
     .differentiable = CG_BIT(0) | CG_BIT(1),
     .grad = grouped_outer_build_grad,
     .replay = CG_REPLAY_SAME_BITS,
     .cost = grouped_outer_cost,
     .workspace = grouped_outer_workspace,
-    .run = {[CG_F32] = grouped_outer_run, [CG_F64] = grouped_outer_run},
+    .run = {[CG_F32] = grouped_outer_run, [CG_F64] = grouped_outer_run, [CG_BF16] = grouped_outer_run},
     CG_CASES(grouped_outer_cases),
 };
 
-static cg_value *grouped_outer(cg_graph *graph, cg_value *a, cg_value *b) {
-    return cg_apply(graph, &cg_op_grouped_outer, NULL, (cg_value *[]){a, b}, 2);
+static cg_value *grouped_outer(cg_graph *graph, cg_value *a, cg_value *b, bool f32_out) {
+    return cg_apply(graph, &cg_op_grouped_outer, &(grouped_outer_attr){f32_out}, (cg_value *[]){a, b}, 2);
 }
 
 static cg_value *grouped_linear(cg_graph *graph, cg_value *x, cg_value *w, bool transposed) {

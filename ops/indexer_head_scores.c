@@ -12,8 +12,6 @@
  * Refuses:   shapes that differ
  * Source:    DeepSeek-V4 report, arXiv 2606.19348, section 2.3.3
  */
-#ifndef REAL
-
 #include "ops/indexer.h"
 
 static bool head_scores_expect(cg_infer *infer, int i) {
@@ -73,8 +71,20 @@ static size_t indexer_head_scores_grad_workspace(const cg_node *node) {
     return a > b ? a : b;
 }
 
-#define CG_KERNEL_FILE "ops/indexer_head_scores.c"
-#include "ops/kernel.h"
+static bool head_scores_run(const cg_run_args *args) {
+    const int64_t *q = args->in[0].shape.dims, *k = args->in[1].shape.dims;
+    cg_gemm x = x_gemm(args->in[0].dtype, q[0] * q[1], k[0], q[2]);
+    return cg_gemm_run(&x, args->in[0].data, args->in[1].data, args->out[0].data, args->workspace, args->error);
+}
+
+static bool head_scores_grad_run(const cg_run_args *args) {
+    const int64_t *q = args->in[1].shape.dims, *k = args->in[2].shape.dims;
+    cg_gemm dq = dq_gemm(args->in[1].dtype, q[0] * q[1], k[0], q[2]);
+    cg_gemm dk = dk_gemm(args->in[1].dtype, q[0] * q[1], k[0], q[2]);
+    const void *dx = args->in[0].data;
+    return cg_gemm_run(&dq, dx, args->in[2].data, args->out[0].data, args->workspace, args->error) &&
+           cg_gemm_run(&dk, dx, args->in[1].data, args->out[1].data, args->workspace, args->error);
+}
 
 extern const cg_op cg_op_indexer_head_scores_grad;
 
@@ -126,7 +136,7 @@ const cg_op cg_op_indexer_head_scores = {
     .replay = CG_REPLAY_SAME_BITS,
     .cost = indexer_head_scores_cost,
     .workspace = indexer_head_scores_workspace,
-    .run = CG_RUN(indexer_head_scores),
+    .run = {[CG_F32] = head_scores_run, [CG_F64] = head_scores_run, [CG_BF16] = head_scores_run},
     CG_CASES(indexer_head_scores_cases),
 };
 
@@ -140,29 +150,10 @@ const cg_op cg_op_indexer_head_scores_grad = {
     .replay = CG_REPLAY_SAME_BITS,
     .cost = indexer_head_scores_grad_cost,
     .workspace = indexer_head_scores_grad_workspace,
-    .run = CG_RUN(indexer_head_scores_grad),
+    .run = {[CG_F32] = head_scores_grad_run, [CG_F64] = head_scores_grad_run, [CG_BF16] = head_scores_grad_run},
     CG_CASES(indexer_head_scores_grad_cases),
 };
 
 cg_value *cg_indexer_head_scores(cg_graph *graph, cg_value *q, cg_value *k) {
     return cg_apply(graph, &cg_op_indexer_head_scores, NULL, (cg_value *[]){q, k}, 2);
 }
-
-#else
-
-static bool KERNEL(indexer_head_scores)(const cg_run_args *args) {
-    const int64_t *q = args->in[0].shape.dims, *k = args->in[1].shape.dims;
-    cg_gemm x = x_gemm(REAL_DTYPE, q[0] * q[1], k[0], q[2]);
-    return cg_gemm_run(&x, args->in[0].data, args->in[1].data, args->out[0].data, args->workspace, args->error);
-}
-
-static bool KERNEL(indexer_head_scores_grad)(const cg_run_args *args) {
-    const int64_t *q = args->in[1].shape.dims, *k = args->in[2].shape.dims;
-    cg_gemm dq = dq_gemm(REAL_DTYPE, q[0] * q[1], k[0], q[2]);
-    cg_gemm dk = dk_gemm(REAL_DTYPE, q[0] * q[1], k[0], q[2]);
-    const void *dx = args->in[0].data;
-    return cg_gemm_run(&dq, dx, args->in[2].data, args->out[0].data, args->workspace, args->error) &&
-           cg_gemm_run(&dk, dx, args->in[1].data, args->out[1].data, args->workspace, args->error);
-}
-
-#endif

@@ -4,6 +4,8 @@
  *
  * Both gradients are matrix products of dy with the other operand, transposed such that nothing is ever copied.
  *
+ * bf16 is multiplied as it is and summed in f32; the gradient of a parameter's bf16 copy stays f32.
+ *
  * Saved:     a b                       (4*(m*k + k*n) bytes in f32; b only for da, a only for db)
  * Recompute: same bits
  * Refuses:   inner dimensions that differ
@@ -12,6 +14,8 @@
 #include "core/gemm.h"
 #include "ops/attributes.h"
 #include "ops/ops.h"
+
+extern const cg_op cg_op_matmul;
 
 static bool matmul_infer(cg_infer *infer) {
     const matmul_attr *attr = infer->attr;
@@ -27,32 +31,43 @@ static bool matmul_infer(cg_infer *infer) {
                          cg_shape_text(b, tb, sizeof tb), attr->trans_b ? " (transposed)" : "", (long long)k,
                          (long long)k_of_b);
     }
-    cg_infer_out(infer, 0, infer->in[0]->dtype, CG_SHAPE(m, n));
+    const cg_dtype real = infer->in[0]->dtype;
+    cg_infer_out(infer, 0, attr->f32_out ? cg_statistic_dtype(real) : real, CG_SHAPE(m, n));
     return true;
 }
 
 static cg_gemm gemm_of(cg_dtype dtype, const matmul_attr *attr, const cg_shape *a, const cg_shape *y) {
-    return cg_gemm_dense(dtype, attr->trans_a, attr->trans_b, y->dims[0], y->dims[1], a->dims[!attr->trans_a]);
+    cg_gemm gemm =
+        cg_gemm_dense(dtype, attr->trans_a, attr->trans_b, y->dims[0], y->dims[1], a->dims[!attr->trans_a]);
+    gemm.c_is_f32 = attr->f32_out && dtype == CG_BF16;
+    return gemm;
 }
 
 static bool matmul(const cg_run_args *args) {
     const cg_tensor *a = &args->in[0], *b = &args->in[1], *y = &args->out[0];
-    cg_gemm gemm = gemm_of(y->dtype, args->attr, &a->shape, &y->shape);
+    cg_gemm gemm = gemm_of(a->dtype, args->attr, &a->shape, &y->shape);
     return cg_gemm_run(&gemm, a->data, b->data, y->data, args->workspace, args->error);
+}
+
+/* The gradient of operand x. */
+static cg_value *gradient(cg_graph *graph, const cg_value *x, cg_value *a, cg_value *b, bool trans_a,
+                          bool trans_b) {
+    const matmul_attr attr = {trans_a, trans_b, .f32_out = cg_gradient_dtype(graph, x) != x->dtype};
+    return cg_apply(graph, &cg_op_matmul, &attr, (cg_value *[]){a, b}, 2);
 }
 
 /* y = A B: dA = dy B^T and dB = A^T dy; a stored transposed operand wants its gradient transposed. */
 static void matmul_build_grad(cg_graph *graph, const cg_node *node, cg_value *const *dout, cg_value **din) {
     const bool ta = ((const matmul_attr *)node->attr)->trans_a, tb = ((const matmul_attr *)node->attr)->trans_b;
-    cg_value *a = node->in[0], *b = node->in[1], *dy = dout[0];
+    cg_value *a = node->in[0], *b = node->in[1], *dy = cg_cast(graph, dout[0], a->dtype);
     if (cg_wants_grad(node, 0))
-        din[0] = ta ? cg_matmul(graph, b, dy, tb, true) : cg_matmul(graph, dy, b, false, !tb);
+        din[0] = ta ? gradient(graph, a, b, dy, tb, true) : gradient(graph, a, dy, b, false, !tb);
     if (cg_wants_grad(node, 1))
-        din[1] = tb ? cg_matmul(graph, dy, a, true, ta) : cg_matmul(graph, a, dy, !ta, false);
+        din[1] = tb ? gradient(graph, b, dy, a, true, ta) : gradient(graph, b, a, dy, !ta, false);
 }
 
 static size_t matmul_workspace(const cg_node *node) {
-    cg_gemm gemm = gemm_of(node->out[0]->dtype, node->attr, &node->in[0]->shape, &node->out[0]->shape);
+    cg_gemm gemm = gemm_of(node->in[0]->dtype, node->attr, &node->in[0]->shape, &node->out[0]->shape);
     return cg_gemm_workspace(&gemm);
 }
 
@@ -112,6 +127,15 @@ static const cg_case matmul_cases[] = {
      .attr = TRANS_B,
      .crosses = "a b",
      .large = true},
+    {.name = "a sum in f32",
+     .in = {{.shape = CG_DIMS(3, 5)}, {.shape = CG_DIMS(4, 5)}},
+     .attr = &(matmul_attr){false, true, true},
+     .crosses = "a b"},
+    {.name = "large, a sum in f32",
+     .in = {{.shape = CG_DIMS(301, 67)}, {.shape = CG_DIMS(301, 129)}},
+     .attr = &(matmul_attr){true, false, true},
+     .crosses = "a b",
+     .large = true},
     {.name = "inner dimensions",
      .in = {{.shape = CG_DIMS(3, 5)}, {.shape = CG_DIMS(4, 5)}},
      .attr = NONE,
@@ -142,12 +166,12 @@ const cg_op cg_op_matmul = {
     .replay = CG_REPLAY_SAME_BITS,
     .cost = matmul_cost,
     .workspace = matmul_workspace,
-    .run = {[CG_F32] = matmul, [CG_F64] = matmul},
+    .run = {[CG_F32] = matmul, [CG_F64] = matmul, [CG_BF16] = matmul},
     CG_CASES(matmul_cases),
 };
 
 cg_value *cg_matmul(cg_graph *graph, cg_value *a, cg_value *b, bool trans_a, bool trans_b) {
-    return cg_apply(graph, &cg_op_matmul, &(matmul_attr){trans_a, trans_b}, (cg_value *[]){a, b}, 2);
+    return cg_apply(graph, &cg_op_matmul, &(matmul_attr){trans_a, trans_b, false}, (cg_value *[]){a, b}, 2);
 }
 
 cg_value *cg_linear(cg_graph *graph, cg_value *x, cg_value *w) { return cg_matmul(graph, x, w, false, true); }

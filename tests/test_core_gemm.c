@@ -40,19 +40,14 @@ static double draw(void) {
     return (double)(int64_t)(state >> 33) / (double)(1 << 30) - 1;
 }
 
-static double get(cg_dtype dtype, const void *x, int64_t i) {
-    return dtype == CG_F32 ? (double)((const float *)x)[i] : ((const double *)x)[i];
-}
-static void put(cg_dtype dtype, void *x, int64_t i, double value) {
-    if (dtype == CG_F32)
-        ((float *)x)[i] = (float)value;
-    else
-        ((double *)x)[i] = value;
-}
+static const cg_dtype dtypes[] = {CG_F32, CG_F64, CG_BF16};
 
-static void fill(const cg_gemm *g, guarded *x, int64_t rows, int64_t width, int64_t ld) {
+static double get(cg_dtype dtype, const void *x, int64_t i) { return cg_dtype_get(dtype, x, i); }
+static void put(cg_dtype dtype, void *x, int64_t i, double value) { cg_dtype_set(dtype, x, i, value); }
+
+static void fill(cg_dtype dtype, guarded *x, int64_t rows, int64_t width, int64_t ld) {
     for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = 0; j < width; j++) put(g->dtype, x->data, i * ld + j, draw());
+        for (int64_t j = 0; j < width; j++) put(dtype, x->data, i * ld + j, draw());
 }
 
 static int64_t extent(int64_t rows, int64_t width, int64_t ld) {
@@ -62,17 +57,18 @@ static int64_t extent(int64_t rows, int64_t width, int64_t ld) {
 /* Everything that is promised about one product. What lies between the rows of A and B is NaN; what lies
  * between the rows of C must stay. */
 static void check(cg_gemm g, int64_t pad, size_t shift) {
-    size_t bytes = cg_dtype_bytes(g.dtype);
+    const cg_dtype c_dtype = g.c_is_f32 ? CG_F32 : g.dtype;
+    const size_t bytes = cg_dtype_bytes(g.dtype), c_element = cg_dtype_bytes(c_dtype);
     g.lda += pad, g.ldb += 2 * pad, g.ldc += 3 * pad;
     int64_t a_rows = g.trans_a ? g.k : g.m, a_width = g.trans_a ? g.m : g.k;
     int64_t b_rows = g.trans_b ? g.n : g.k, b_width = g.trans_b ? g.k : g.n;
     guarded a = guarded_new((size_t)extent(a_rows, a_width, g.lda) * bytes, shift);
     guarded b = guarded_new((size_t)extent(b_rows, b_width, g.ldb) * bytes, shift);
-    size_t c_bytes = (size_t)extent(g.m, g.n, g.ldc) * bytes;
+    size_t c_bytes = (size_t)extent(g.m, g.n, g.ldc) * c_element;
     guarded before = guarded_new(c_bytes, 0);
-    fill(&g, &a, a_rows, a_width, g.lda);
-    fill(&g, &b, b_rows, b_width, g.ldb);
-    if (g.accumulate) fill(&g, &before, g.m, g.n, g.ldc);
+    fill(g.dtype, &a, a_rows, a_width, g.lda);
+    fill(g.dtype, &b, b_rows, b_width, g.ldb);
+    if (g.accumulate) fill(c_dtype, &before, g.m, g.n, g.ldc);
 
     size_t workspace_bytes = cg_gemm_workspace(&g), serial_bytes = cg_gemm_serial_workspace(&g);
     cg_error error = {0};
@@ -100,7 +96,11 @@ static void check(cg_gemm g, int64_t pad, size_t shift) {
     guarded_free(work);
     guarded_free(serial);
 
-    double epsilon = g.dtype == CG_F32 ? 0x1p-24 : 0x1p-53;
+    /* pairs of bf16 products may be rounded twice; a C in bf16 is rounded once more */
+    const double epsilon = g.dtype == CG_F32    ? 0x1p-24
+                           : g.dtype == CG_BF16 ? 0x1p-23
+                                                : 0x1p-53,
+                 rounding = c_dtype == CG_BF16 ? 0x1p-8 : 0;
     for (int64_t i = 0; i < g.m; i++) {
         for (int64_t j = 0; j < g.n; j++) {
             double sum = 0, size = 0;
@@ -111,12 +111,12 @@ static void check(cg_gemm g, int64_t pad, size_t shift) {
                 size += fabs(product);
             }
             if (g.accumulate) {
-                sum += get(g.dtype, before.data, i * g.ldc + j);
-                size += fabs(get(g.dtype, before.data, i * g.ldc + j));
+                sum += get(c_dtype, before.data, i * g.ldc + j);
+                size += fabs(get(c_dtype, before.data, i * g.ldc + j));
             }
             /* the error of a sum of k terms grows like sqrt(k) at most here; 2 for the reference's own */
-            double bound = epsilon * size * (2 + sqrt((double)g.k));
-            double got = get(g.dtype, c.data, i * g.ldc + j);
+            double bound = epsilon * size * (2 + sqrt((double)g.k)) + rounding * fabs(sum);
+            double got = get(c_dtype, c.data, i * g.ldc + j);
             if (!(fabs(got - sum) <=
                   bound)) /* a passed ck_assert costs a system call, too much for each element */
                 ck_abort_msg("%s m=%d n=%d k=%d ta=%d tb=%d acc=%d pad=%d [%d,%d]: %.17g, expected %.17g +- %g",
@@ -124,8 +124,9 @@ static void check(cg_gemm g, int64_t pad, size_t shift) {
                              g.accumulate, (int)pad, (int)i, (int)j, got, sum, bound);
         }
         if (i + 1 < g.m && g.n > 0)
-            ck_assert_mem_eq(c.data + (size_t)(i * g.ldc + g.n) * bytes,
-                             before.data + (size_t)(i * g.ldc + g.n) * bytes, (size_t)(g.ldc - g.n) * bytes);
+            ck_assert_mem_eq(c.data + (size_t)(i * g.ldc + g.n) * c_element,
+                             before.data + (size_t)(i * g.ldc + g.n) * c_element,
+                             (size_t)(g.ldc - g.n) * c_element);
     }
     guarded_free(a), guarded_free(b), guarded_free(c), guarded_free(before);
 }
@@ -134,6 +135,9 @@ static void check_all_forms(cg_dtype dtype, int64_t m, int64_t n, int64_t k, int
     for (int form = 0; form < 8; form++) {
         cg_gemm g = cg_gemm_dense(dtype, form & 1, form & 2, m, n, k);
         g.accumulate = form & 4;
+        check(g, pad, shift);
+        if (dtype != CG_BF16) continue;
+        g.c_is_f32 = true;
         check(g, pad, shift);
     }
 }
@@ -155,21 +159,29 @@ START_TEST(matches_the_naive_loop_f64) {
 }
 END_TEST
 
+/* One shape with two blocks of k more. */
+START_TEST(matches_the_naive_loop_bf16) {
+    for (int s = 0; s < N_SHAPES; s++) check_all_forms(CG_BF16, shapes[s][0], shapes[s][1], shapes[s][2], 0, 0);
+    check_all_forms(CG_BF16, 20, 33, 2101, 0, 0);
+}
+END_TEST
+
 START_TEST(leading_dimensions_and_odd_addresses) {
     for (int s = 0; s < N_SHAPES; s++) {
         if (s % 2 == 0) check_all_forms(CG_F32, shapes[s][0], shapes[s][1], shapes[s][2], 1 + s % 4, 4);
+        if (s % 2 == 1) check_all_forms(CG_BF16, shapes[s][0], shapes[s][1], shapes[s][2], 1 + s % 4, 2);
         check_all_forms(CG_F64, shapes[s][0], shapes[s][1], shapes[s][2], 1 + s % 4, 8);
     }
 }
 END_TEST
 
 START_TEST(empty_sides) {
-    for (int dtype = CG_F32; dtype <= CG_F64; dtype++) {
+    for (int d = 0; d < 3; d++) {
         for (int64_t pad = 0; pad < 3; pad++) {
-            check_all_forms((cg_dtype)dtype, 5, 7, 0, pad, 0); /* zeros, or C as it was */
-            check_all_forms((cg_dtype)dtype, 0, 7, 5, pad, 0);
-            check_all_forms((cg_dtype)dtype, 7, 0, 5, pad, 0);
-            check_all_forms((cg_dtype)dtype, 0, 0, 0, pad, 0);
+            check_all_forms(dtypes[d], 5, 7, 0, pad, 0); /* zeros, or C as it was */
+            check_all_forms(dtypes[d], 0, 7, 5, pad, 0);
+            check_all_forms(dtypes[d], 7, 0, 5, pad, 0);
+            check_all_forms(dtypes[d], 0, 0, 0, pad, 0);
         }
     }
 }
@@ -190,8 +202,8 @@ START_TEST(elements_do_not_depend_on_m_and_n) {
             cg_gemm g = cg_gemm_dense(form & 4 ? CG_F64 : CG_F32, form & 1, form & 2, M, N, k);
             size_t bytes = cg_dtype_bytes(g.dtype);
             guarded a = guarded_new((size_t)(M * k) * bytes, 0), b = guarded_new((size_t)(k * N) * bytes, 0);
-            fill(&g, &a, 1, M * k, M * k);
-            fill(&g, &b, 1, k * N, k * N);
+            fill(g.dtype, &a, 1, M * k, M * k);
+            fill(g.dtype, &b, 1, k * N, k * N);
             guarded c = guarded_new((size_t)(M * N) * bytes, 0), work = guarded_new(cg_gemm_workspace(&g), 0);
             ck_assert(cg_gemm_run(&g, a.data, b.data, c.data, work.data, NULL));
             guarded_free(work);
@@ -215,10 +227,10 @@ END_TEST
 /* A row of A with NaN or infinity reaches its row of C and no other, also inside padded panels. */
 START_TEST(nan_and_infinity_pass) {
     enum { M = 37, N = 45, K = 70 };
-    for (int dtype = CG_F32; dtype <= CG_F64; dtype++) {
+    for (int d = 0; d < 3; d++) {
         for (int size = 0; size < 2; size++) {
             int64_t m = size ? M : 3, n = size ? N : 5, k = size ? K : 7;
-            cg_gemm g = cg_gemm_dense((cg_dtype)dtype, false, true, m, n, k);
+            cg_gemm g = cg_gemm_dense(dtypes[d], false, true, m, n, k);
             size_t bytes = cg_dtype_bytes(g.dtype);
             guarded a = guarded_new((size_t)(m * k) * bytes, 0), b = guarded_new((size_t)(n * k) * bytes, 0);
             guarded c = guarded_new((size_t)(m * n) * bytes, 0), work = guarded_new(cg_gemm_workspace(&g), 0);
@@ -302,6 +314,7 @@ int main(void) {
     tcase_set_timeout(tests, 60);
     tcase_add_test(tests, matches_the_naive_loop_f32);
     tcase_add_test(tests, matches_the_naive_loop_f64);
+    tcase_add_test(tests, matches_the_naive_loop_bf16);
     tcase_add_test(tests, leading_dimensions_and_odd_addresses);
     tcase_add_test(tests, empty_sides);
     tcase_add_test(tests, elements_do_not_depend_on_m_and_n);

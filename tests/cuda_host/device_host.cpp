@@ -316,11 +316,11 @@ void gemm_bf16(const cg_device_gemm &gemm, const void *a, const void *b, void *c
         for (int64_t j = 0; j < g.n; j++) {
             float *c_f32 = (float *)c + i * g.ldc + j;
             cg_bf16 *c_bf16 = (cg_bf16 *)c + i * g.ldc + j;
-            float sum = !g.accumulate ? 0 : gemm.c_is_f32 ? *c_f32 : cg_bf16_to_float(*c_bf16);
+            float sum = !g.accumulate ? 0 : gemm.each.c_is_f32 ? *c_f32 : cg_bf16_to_float(*c_bf16);
             for (int64_t k = 0; k < g.k; k++)
                 sum += bf16_at(a, g.trans_a ? k * g.lda + i : i * g.lda + k) *
                        bf16_at(b, g.trans_b ? j * g.ldb + k : k * g.ldb + j);
-            if (gemm.c_is_f32)
+            if (gemm.each.c_is_f32)
                 *c_f32 = sum;
             else
                 *c_bf16 = cg_bf16_from_float(sum);
@@ -334,7 +334,7 @@ bool gemm_one(const cg_device_gemm &gemm, int64_t i, const void *a, const void *
                *bi = (const char *)b + i * gemm.stride_b * size;
     if (gemm.each.dtype != CG_BF16)
         return cg_gemm_serial(&gemm.each, ai, bi, (char *)c + i * gemm.stride_c * size, workspace, error);
-    gemm_bf16(gemm, ai, bi, (char *)c + i * gemm.stride_c * (gemm.c_is_f32 ? 4 : 2));
+    gemm_bf16(gemm, ai, bi, (char *)c + i * gemm.stride_c * (gemm.each.c_is_f32 ? 4 : 2));
     return true;
 }
 
