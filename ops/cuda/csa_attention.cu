@@ -1,37 +1,10 @@
 /* Sparse attention and its gradient: see ops/csa_attention.c for the formulas. */
+#include "ops/cuda/csa_attention_fast.cuh"
 #include "ops/cuda/csa_invert.cuh"
-#include "ops/cuda/csa_teacher.cuh"
 
 namespace {
 
-enum { Q, KV, CKV, SINK, TOPK, ROWS, LSE, DOUT }; /* inputs, the last two of the gradient */
 enum { WARPS = 4, THREADS = 32 * WARPS };
-
-/* What a call works on; arguments of every kernel. */
-template <typename T> struct attention {
-    int64_t T_, H, D, C, K, W;
-    const int32_t *rows, *topk;
-    cg_sum_of<T> scale;
-    const T *q, *kv, *ckv, *sink;
-};
-
-template <typename T> attention<T> attention_of(const cg_run_args *args) {
-    const csa_attention_attr *attr = (const csa_attention_attr *)args->attr;
-    const cg_tensor *in = args->in;
-    return {.T_ = in[Q].shape.dims[0],
-            .H = in[Q].shape.dims[1],
-            .D = in[Q].shape.dims[2],
-            .C = in[CKV].data ? in[CKV].shape.dims[0] : 0,
-            .K = in[TOPK].data ? in[TOPK].shape.dims[1] : 0,
-            .W = attr->window,
-            .rows = (const int32_t *)in[ROWS].data,
-            .topk = (const int32_t *)in[TOPK].data,
-            .scale = (cg_sum_of<T>)attr->scale,
-            .q = (const T *)in[Q].data,
-            .kv = (const T *)in[KV].data,
-            .ckv = (const T *)in[CKV].data,
-            .sink = (const T *)in[SINK].data};
-}
 
 /* ---- wrong data ---- */
 
@@ -88,15 +61,6 @@ bool check_rows(const cg_run_args *args, cg_stream *stream) {
 }
 
 /* ---- the keys of a row ---- */
-
-/* The first of the kv rows that row t sees up to itself; t + 1 when it sees none. Inside the tensor whatever the facts
- * say. */
-CG_DEVICE int64_t window_low(const int32_t *rows, int64_t t, int64_t W) {
-    const int32_t *row = rows + t * CG_ROW_FIELDS;
-    if (row[CG_ROW_POSITION] < 0) return t + 1;
-    const int64_t low = cg_max((int64_t)row[CG_ROW_START], t - W + 1);
-    return low < 0 ? 0 : low > t ? t + 1 : low;
-}
 
 /* A row's keys are n_window kv rows, then K places for chosen ones; NULL where a place is empty. */
 template <typename T> struct row_keys {
@@ -209,6 +173,10 @@ size_t attention_workspace(const cg_node *node) {
     return cg_piece(rows * sizeof(double)) + rows * sum_bytes(node);
 }
 
+template <bool WIDE> bool fast(const cg_run_args *args, cg_stream *stream) {
+    return check_rows(args, stream) && fast_attention<WIDE>(args, stream);
+}
+
 template <typename T> bool csa_attention(const cg_run_args *args, cg_stream *stream) {
     typedef cg_sum_of<T> S;
     const attention<T> a = attention_of<T>(args);
@@ -278,7 +246,7 @@ CG_GLOBAL void sink_grad_kernel(attention<T> a, const cg_sum_of<T> *lse, const i
     for (int64_t h = blockIdx.x; h < a.H; h += gridDim.x) {
         double sum = 0;
         for (int64_t t = threadIdx.x; t < a.T_; t += THREADS)
-            if (live[t])
+            if (live[t] && delta[t * a.H + h] != 0) /* a row that sees nothing may have the lse -inf */
                 sum -= exp((double)cg_up(a.sink[h]) - (double)lse[t * a.H + h]) * (double)delta[t * a.H + h];
         sum = cg_block_sum(sum);
         if (threadIdx.x == 0) dsink[h] = cg_down<T>((cg_sum_of<T>)sum);
@@ -407,15 +375,26 @@ template <typename T> bool csa_attention_grad(const cg_run_args *args, cg_stream
 extern "C" const cg_cuda_op cg_cuda_csa_attention = {
     .op = "csa_attention",
     .variants = {{.name = "plain",
-                  .launch = {csa_attention<float>, csa_attention<double>},
-                  .workspace = attention_workspace}},
+                  .launch = {csa_attention<float>, csa_attention<double>, nullptr, csa_attention<cg_bf16>},
+                  .workspace = attention_workspace},
+                 {.name = "fast",
+                  .launch = {nullptr, nullptr, nullptr, fast<false>},
+                  .workspace = fast_workspace<false>,
+                  .fits = fast_fits,
+                  .least_sm = 80},
+                 {.name = "fast_wide",
+                  .launch = {nullptr, nullptr, nullptr, fast<true>},
+                  .workspace = fast_workspace<true>,
+                  .fits = fast_wide_fits,
+                  .least_sm = 90}},
     .describe = describe,
 };
 
 extern "C" const cg_cuda_op cg_cuda_csa_attention_grad = {
     .op = "csa_attention_grad",
     .variants = {{.name = "plain",
-                  .launch = {csa_attention_grad<float>, csa_attention_grad<double>},
+                  .launch = {csa_attention_grad<float>, csa_attention_grad<double>, nullptr,
+                             csa_attention_grad<cg_bf16>},
                   .workspace = attention_grad_workspace}},
     .describe = describe,
 };

@@ -1,0 +1,489 @@
+/* Sparse attention of bf16 on tensor cores: a block has a row, with its heads as the rows of all products. A key that is
+ * gathered is read once for 64 heads; logits and weights never leave the chip (but for the teacher, below).
+ *
+ * For each tile of keys - first of the window, then of the chosen rows - eight warps
+ *   1. wait for the tile, which was fetched during the last one (cp.async), and send for the next one;
+ *   2. make logits x = scale q.key: a warp has 16 heads and a share of the keys, summed over all D;
+ *   3. agree on the largest logit of each head, take exponentials relative to it and put them, in bf16, beside each other;
+ *   4. bring what out has so far to the new largest logit, where it changed, and add weights times keys: a warp has all
+ *      heads and an eighth of D, 128 sums per thread, which is what fills the registers.
+ * Window and chosen rows have log-sums of their own, as in the plain kernel; out has one set of sums for both. Tiles beyond
+ * the last place that is not empty are not visited; an empty place inside is a key of zeros with the weight 0.
+ *
+ * The teacher needs every chosen key's exponentials once lse is known. The logits of a row, [heads, places] in f32 in the
+ * fragments' own order, go to a slot of the workspace that belongs to the block and come back to the threads that wrote
+ * them: 2 * 4 H K bytes through L2 per row, in place of a third product. 512 slots of 128 KiB at K = 512, by T alone, of which
+ * those of the blocks at work (132) stay in L2. More than 64 heads: one group after the other, masses brought to a common
+ * share.
+ *
+ * Arithmetic, for H = 64, D = 512, W = 128, K = 512 on an H200 (790 TFLOP/s bf16, 4.3 TB/s; L2 taken as 5.5 TB/s):
+ *
+ *                                            per row          65536 rows
+ *   products  4 H (W + K) D                  83.9 MFLOP       5.5 PFLOP     7.0 ms
+ *   memory    q, out (4 H D), lse            131 KB           8.6 GB        2.0 ms
+ *   L2        keys 2 (W + K) D, logits 8 H K 655 + 262 KB     60 GB         10.9 ms (7.8 without a teacher)
+ *   exp       H (W + 2 K), 16 per cycle      4.6 kcycle                     1.3 ms, beside the products
+ *   shared memory, 128 bytes per cycle:
+ *     step 2: 3 ldmatrix (512 bytes) for 4 mma, step 4: 8 for 32; 256 bytes per mma of 4096 FLOP: 2 cycles
+ *                                            20.5 kmma        41 kcycle     12 ms at 1.7 GHz
+ *
+ * so that shared memory is the floor of this kernel, 58 % of the tensor cores' own. With three barriers per tile and one
+ * block of eight warps per multiprocessor, 55 - 65 % of that floor are expected: 18 - 22 ms, 250 - 300 TFLOP/s, a third of
+ * 790. With tiles of 32 keys (step 2: 512 bytes per mma), for sm_80 and its 164 KiB, it is 2.5 cycles per mma, where the
+ * tensor cores need 2.
+ *
+ * Next: step 2 with heads and keys cut in two and D cut in two (4 loads for 8 mma, and 32 KiB of partial sums per tile): a
+ * fifth less shared memory in all. wgmma (sm_90a) reads a tile from shared memory once per four warps, about 100 bytes per
+ * 4096 FLOP, which would make the tensor cores the floor; with a producer warp (gathered rows are single rows: cp.async
+ * stays) 60 % of 790. It would stand behind load_a_rows, load_b_rows and the
+ * two loops over mma below, whose tiles already have its 128-byte swizzle. Not written: no machine here could have run it.
+ */
+#ifndef CG_OPS_CUDA_CSA_ATTENTION_FAST_CUH
+#define CG_OPS_CUDA_CSA_ATTENTION_FAST_CUH
+
+#include "ops/cuda/csa_attention.cuh"
+#include "ops/cuda/tile.cuh"
+
+namespace {
+
+enum { FAST_WARPS = 8, FAST_THREADS = 32 * FAST_WARPS };
+
+/* Tiles of a block: HEADS heads (a multiple of 16) of a row, keys of COLUMNS numbers, KEYS at a time. */
+template <int HEADS_, int COLUMNS_, int KEYS_, int BLOCKS_> struct forward_shape {
+    static constexpr int HEADS = HEADS_, COLUMNS = COLUMNS_, KEYS = KEYS_;
+    static constexpr int BLOCKS = BLOCKS_; /* of a multiprocessor: bounds the registers */
+    static constexpr int PIECES = COLUMNS / PIECE;
+    /* logits: warps side by side along the heads, 16 each, and along the keys */
+    static constexpr int ALONG_HEADS = HEADS / 16, ALONG_KEYS = FAST_WARPS / ALONG_HEADS;
+    static constexpr int OWN_KEYS = KEYS / ALONG_KEYS, KEY_TILES = OWN_KEYS / 8;
+    /* out: a warp has all heads, and these columns */
+    static constexpr int HEAD_TILES = HEADS / 16, OWN_COLUMNS = COLUMNS / FAST_WARPS,
+                         COLUMN_TILES = OWN_COLUMNS / 8;
+    static_assert(ALONG_HEADS <= FAST_WARPS && OWN_KEYS % 8 == 0 && COLUMN_TILES % 2 == 0, "whole fragments");
+    static_assert(KEYS * PIECES % FAST_THREADS == 0 && KEYS <= FAST_THREADS && HEADS <= FAST_THREADS,
+                  "threads");
+
+    struct shared {
+        cg_bf16 q[HEADS * COLUMNS], keys[2][KEYS * COLUMNS], p[HEADS * KEYS];
+        float top[ALONG_KEYS][HEADS];     /* of a tile's logits, by warps; then sums */
+        float sink[HEADS], factor[HEADS]; /* factor: of what out has so far */
+        log_sum<float> part[2][HEADS];    /* of window and sink, of the chosen rows */
+        double share[HEADS];              /* of the teacher */
+        float largest_share, shift[HEADS], mass[2][ALONG_HEADS][KEYS];
+        int32_t index[3][KEYS]; /* rows of kv or ckv, -1: none */
+        double reduced[FAST_WARPS];
+    };
+};
+
+/* The largest of all threads' numbers, in all threads. */
+CG_DEVICE int block_max_int(int x, int32_t *of_warps) {
+    for (int by = 16; by; by /= 2) {
+        const int other = __shfl_xor_sync(0xffffffffu, x, by);
+        x = other > x ? other : x;
+    }
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
+    __syncthreads();
+    for (int w = 0; w < FAST_WARPS; w++) x = of_warps[w] > x ? of_warps[w] : x;
+    return x;
+}
+
+/* A block takes a row at a time, and of its heads HEADS at a time. */
+template <typename Shape>
+CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_attention_kernel(attention<cg_bf16> a, cg_bf16 *out,
+                                                                            float *lse, float *window_lse,
+                                                                            cg_teacher mode, float *teacher,
+                                                                            float4 *logits) {
+    constexpr int HEADS = Shape::HEADS, COLUMNS = Shape::COLUMNS, KEYS = Shape::KEYS, PIECES = Shape::PIECES,
+                  KEY_TILES = Shape::KEY_TILES, HEAD_TILES = Shape::HEAD_TILES,
+                  COLUMN_TILES = Shape::COLUMN_TILES, ALONG_KEYS = Shape::ALONG_KEYS,
+                  ALONG_HEADS = Shape::ALONG_HEADS,
+                  STEPS = KEY_TILES % 2 ? 2 : 1; /* products that one load of keys is for */
+    CG_DYNAMIC_SHARED(typename Shape::shared, s);
+    const tile<COLUMNS> q_tile = {s->q};
+    const tile<KEYS> p_tile = {s->p};
+    const int tid = (int)threadIdx.x, warp = tid / 32, lane = tid % 32, group = lane / 4, quad = lane % 4;
+    const int along_heads = warp % ALONG_HEADS, along_keys = warp / ALONG_HEADS; /* of the logits */
+    const int head = along_heads * 16 + group; /* this thread's logits are of heads `head` and head + 8 */
+    const auto q_lane = a_rows<COLUMNS>(along_heads * 16), column_lane = b_columns<COLUMNS>(0);
+    const auto key_lane = STEPS == 1 ? b_rows<COLUMNS>(along_keys * Shape::OWN_KEYS)
+                                     : b_rows_two_steps<COLUMNS>(along_keys * Shape::OWN_KEYS);
+    const auto p_lane = a_rows<KEYS>(0);
+    const int own_pieces = warp * (Shape::OWN_COLUMNS / PIECE);
+    const int T = (int)a.T_, H = (int)a.H, D = (int)a.D, K = (int)a.K;
+    const int most_chosen_tiles = (K + KEYS - 1) / KEYS;
+
+    /* columns beyond D of the keys stay zero */
+    for (int n = tid; n < 2 * KEYS * PIECES; n += FAST_THREADS)
+        if (n % PIECES * PIECE >= D)
+            set_zero(tile<COLUMNS>{s->keys[n / (KEYS * PIECES)]}.piece(n / PIECES % KEYS, n % PIECES));
+
+    for (int t = (int)blockIdx.x; t < T; t += (int)gridDim.x) {
+        const int low = (int)window_low(a.rows, t, a.W), n_window = t + 1 - low;
+        const int32_t *topk = a.topk + (int64_t)t * a.K;
+        int n_places = 0; /* up to the last one that is not empty */
+        for (int k = tid; k < K; k += FAST_THREADS)
+            if (topk[k] >= 0 && topk[k] < a.C) n_places = k + 1;
+        n_places = block_max_int(n_places, s->index[0]);
+        const int window_tiles = (n_window + KEYS - 1) / KEYS,
+                  n_tiles = window_tiles + (n_places + KEYS - 1) / KEYS;
+
+        /* The rows of tile i, for the next steps. */
+        const auto find_rows = [&](int i) {
+            if (tid >= KEYS || i >= n_tiles) return;
+            const int place = (i < window_tiles ? i : i - window_tiles) * KEYS + tid;
+            int32_t row = -1;
+            if (i < window_tiles) {
+                if (place < n_window) row = (int32_t)(low + place);
+            } else if (place < n_places) {
+                row = topk[place] >= 0 && topk[place] < a.C ? topk[place] : -1;
+            }
+            s->index[i % 3][tid] = row;
+        };
+        /* Tile i on its way to shared memory; zeros in the place of no row. */
+        const auto fetch_keys = [&](int i) {
+            const cg_bf16 *from = i < window_tiles ? a.kv : a.ckv;
+            const tile<COLUMNS> to = {s->keys[i % 2]};
+#pragma unroll
+            for (int n = tid; n < KEYS * PIECES; n += FAST_THREADS) {
+                const int row = n / PIECES, p = n % PIECES;
+                const int64_t index = s->index[i % 3][row];
+                if (p * PIECE >= D) continue;
+                if (index >= 0)
+                    cg_cp_async_16(to.piece(row, p), from + index * D + p * PIECE);
+                else
+                    set_zero(to.piece(row, p));
+            }
+        };
+
+        for (int head0 = 0; head0 < H; head0 += HEADS) {
+            const int heads = H - head0 < HEADS ? H - head0 : HEADS;
+            const cg_bf16 *q = a.q + ((int64_t)t * H + head0) * D;
+            __syncthreads(); /* the last turn has read what comes now */
+            for (int n = tid; n < HEADS * PIECES; n += FAST_THREADS) {
+                const int row = n / PIECES, p = n % PIECES;
+                if (row < heads && p * PIECE < D)
+                    cg_cp_async_16(q_tile.piece(row, p), q + row * D + p * PIECE);
+                else
+                    set_zero(q_tile.piece(row, p));
+            }
+            find_rows(0);
+            find_rows(1);
+            __syncthreads();
+            if (n_tiles > 0) fetch_keys(0);
+            cg_cp_async_commit();
+
+            float sum[HEAD_TILES][COLUMN_TILES][4] = {}; /* out, relative to the largest logit so far */
+            /* of heads `head` and head + 8: the largest logit of this part, exponentials of own keys relative to it */
+            float top[2], own_sum[2] = {0, 0};
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int h = head + 8 * r;
+                top[r] = h < heads ? cg_bf16_to_float(a.sink[head0 + h]) : 0;
+                if (quad == 0 && along_keys == 0) s->sink[h] = top[r];
+            }
+
+            /* The log-sum of a part is known: top and own_sum of all warps. */
+            const auto close_part = [&](int part) {
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    float x = own_sum[r];
+                    x += __shfl_xor_sync(0xffffffffu, x, 1);
+                    x += __shfl_xor_sync(0xffffffffu, x, 2);
+                    if (quad == 0) s->top[along_keys][head + 8 * r] = x;
+                    if (quad == 0 && along_keys == 0) s->part[part][head + 8 * r] = {top[r], 0};
+                }
+                __syncthreads();
+                if (tid < HEADS) {
+                    float x = part == 0 ? exp_below(s->sink[tid], s->part[part][tid].top) : 0;
+                    for (int w = 0; w < ALONG_KEYS; w++) x += s->top[w][tid];
+                    s->part[part][tid].sum = x;
+                }
+                __syncthreads();
+            };
+
+            for (int i = 0; i < n_tiles; i++) {
+                const tile<COLUMNS> keys = {s->keys[i % 2]};
+                cg_cp_async_wait<0>();
+                __syncthreads();
+                if (i == window_tiles) {
+                    close_part(0);
+#pragma unroll
+                    for (int r = 0; r < 2; r++) top[r] = -cg_infinity<float>, own_sum[r] = 0;
+                }
+                find_rows(i + 2);
+                if (i + 1 < n_tiles) fetch_keys(i + 1);
+                cg_cp_async_commit();
+
+                /* logits of 16 heads and OWN_KEYS keys */
+                float x[KEY_TILES][4] = {};
+                uint32_t qa[2][STEPS][4],
+                    kb[2][KEY_TILES][STEPS][2]; /* the next ones while these are multiplied */
+                const auto load = [&](int to, int p8, int p) {
+#pragma unroll
+                    for (int step = 0; step < STEPS; step++)
+                        load_a_rows(qa[to][step], q_tile, q_lane, p8, p + 2 * step);
+#pragma unroll
+                    for (int n = 0; n < KEY_TILES; n += 2 / STEPS)
+                        load_b_rows(kb[to][n][0], down(keys, n * 8), key_lane, p8, p);
+                };
+                load(0, 0, 0);
+#pragma unroll 1
+                for (int p8 = 0; p8 < PIECES; p8 += 8)
+#pragma unroll
+                    for (int p = 0; p < 8; p += 2 * STEPS) {
+                        const int now = p / (2 * STEPS) % 2;
+                        if (p + 2 * STEPS < 8)
+                            load(!now, p8, p + 2 * STEPS);
+                        else if (p8 + 8 < PIECES)
+                            load(!now, p8 + 8, 0);
+#pragma unroll
+                        for (int step = 0; step < STEPS; step++)
+#pragma unroll
+                            for (int n = 0; n < KEY_TILES; n++)
+                                cg_mma_bf16_16x8x16(x[n], qa[now][step], kb[now][n][step]);
+                    }
+                float highest[2] = {-cg_infinity<float>, -cg_infinity<float>};
+#pragma unroll
+                for (int n = 0; n < KEY_TILES; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        const int key = along_keys * Shape::OWN_KEYS + n * 8 + 2 * quad + e % 2;
+                        x[n][e] = s->index[i % 3][key] >= 0 ? x[n][e] * a.scale : -cg_infinity<float>;
+                        highest[e / 2] = cg_max(x[n][e], highest[e / 2]);
+                    }
+                if (teacher && i >= window_tiles)
+#pragma unroll
+                    for (int n = 0; n < KEY_TILES; n++)
+                        logits[(((int64_t)blockIdx.x * most_chosen_tiles + i - window_tiles) * KEY_TILES + n) *
+                                   FAST_THREADS +
+                               tid] = make_float4(x[n][0], x[n][1], x[n][2], x[n][3]);
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    highest[r] = cg_max(__shfl_xor_sync(0xffffffffu, highest[r], 1), highest[r]);
+                    highest[r] = cg_max(__shfl_xor_sync(0xffffffffu, highest[r], 2), highest[r]);
+                    if (quad == 0) s->top[along_keys][head + 8 * r] = highest[r];
+                }
+                __syncthreads();
+
+                /* weights, relative to the largest logit so far */
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const float window = i < window_tiles ? -cg_infinity<float> : s->part[0][head + 8 * r].top,
+                                old = top[r];
+#pragma unroll
+                    for (int w = 0; w < ALONG_KEYS; w++) top[r] = cg_max(s->top[w][head + 8 * r], top[r]);
+                    const float out_top = cg_max(window, top[r]), to_out = exp_below(top[r], out_top);
+                    own_sum[r] *= exp_below(old, top[r]);
+                    if (quad == 0 && along_keys == 0)
+                        s->factor[head + 8 * r] = exp_below(cg_max(window, old), out_top);
+#pragma unroll
+                    for (int n = 0; n < KEY_TILES; n++) {
+                        const float e0 = exp_below(x[n][2 * r], top[r]),
+                                    e1 = exp_below(x[n][2 * r + 1], top[r]);
+                        own_sum[r] += e0 + e1;
+                        store_pair(p_tile, head + 8 * r, along_keys * Shape::OWN_KEYS + n * 8 + 2 * quad,
+                                   e0 * to_out, e1 * to_out);
+                    }
+                }
+                __syncthreads();
+
+                /* out */
+                bool same = true;
+#pragma unroll
+                for (int m = 0; m < 2 * HEAD_TILES; m++) same = same && s->factor[m * 8 + group] == 1;
+                if (!__all_sync(0xffffffffu, same))
+#pragma unroll
+                    for (int m = 0; m < HEAD_TILES; m++)
+#pragma unroll
+                        for (int r = 0; r < 2; r++) {
+                            const float factor = s->factor[m * 16 + group + 8 * r];
+#pragma unroll
+                            for (int n = 0; n < COLUMN_TILES; n++) {
+                                sum[m][n][2 * r] *= factor;
+                                sum[m][n][2 * r + 1] *= factor;
+                            }
+                        }
+#pragma unroll
+                for (int k = 0; k < KEYS / 16; k++) {
+                    uint32_t pa[HEAD_TILES][4];
+#pragma unroll
+                    for (int m = 0; m < HEAD_TILES; m++)
+                        load_a_rows(pa[m], down(p_tile, m * 16), p_lane, 0, 2 * k);
+#pragma unroll
+                    for (int n = 0; n < COLUMN_TILES; n += 2) {
+                        uint32_t values[4];
+                        load_b_columns(values, down(keys, k * 16), column_lane, own_pieces & ~7,
+                                       (own_pieces & 7) + n);
+#pragma unroll
+                        for (int m = 0; m < HEAD_TILES; m++) {
+                            cg_mma_bf16_16x8x16(sum[m][n], pa[m], values);
+                            cg_mma_bf16_16x8x16(sum[m][n + 1], pa[m], values + 2);
+                        }
+                    }
+                }
+            }
+            cg_cp_async_wait<0>();
+            __syncthreads();
+            if (n_places > 0) {
+                close_part(1);
+            } else {
+                close_part(0);
+                if (tid < HEADS) s->part[1][tid] = {-cg_infinity<float>, 0};
+            }
+
+            /* a thread per head */
+            if (tid < HEADS) {
+                const log_sum<float> window = s->part[0][tid], chosen = s->part[1][tid],
+                                     all = log_sum_plus(window, chosen);
+                s->factor[tid] = all.sum == 0 ? 0 : 1 / all.sum;
+                s->share[tid] = -cg_infinity<double>;
+                if (tid < heads) {
+                    const int64_t i = (int64_t)t * H + head0 + tid;
+                    lse[i] = log_of(all);
+                    window_lse[i] = log_of(window);
+                    const double rest = mode == CG_TEACHER_FULL   ? (double)window.top + log((double)window.sum)
+                                        : mode == CG_TEACHER_SINK ? (double)s->sink[tid]
+                                                                  : -cg_infinity<double>;
+                    if (teacher) s->share[tid] = teacher_share(chosen, rest);
+                }
+            }
+            __syncthreads();
+
+            /* out, rounded, by way of the place of q */
+#pragma unroll
+            for (int m = 0; m < HEAD_TILES; m++)
+#pragma unroll
+                for (int n = 0; n < COLUMN_TILES; n++)
+#pragma unroll
+                    for (int r = 0; r < 2; r++) {
+                        const float factor = s->factor[m * 16 + group + 8 * r];
+                        store_pair(q_tile, m * 16 + group + 8 * r, warp * Shape::OWN_COLUMNS + n * 8 + 2 * quad,
+                                   sum[m][n][2 * r] * factor, sum[m][n][2 * r + 1] * factor);
+                    }
+            __syncthreads();
+            for (int n = tid; n < heads * PIECES; n += FAST_THREADS)
+                if (n % PIECES * PIECE < D)
+                    copy_piece(out + ((int64_t)t * H + head0 + n / PIECES) * D + n % PIECES * PIECE,
+                               q_tile.piece(n / PIECES, n % PIECES));
+
+            /* The teacher: masses of the chosen rows over these heads, from the logits that this thread left behind. Those
+             * of earlier heads are made relative to the largest share of all. */
+            if (!teacher || n_places == 0) continue;
+            double largest = -cg_infinity<double>;
+            for (int h = 0; h < heads; h++) largest = s->share[h] > largest ? s->share[h] : largest;
+            const float before = s->largest_share,
+                        now = head0 == 0 || (float)largest > before ? (float)largest : before,
+                        keep = head0 == 0 ? 0 : cg_exp(before - now);
+            __syncthreads();
+            if (tid == 0) s->largest_share = now;
+            if (tid < HEADS) s->shift[tid] = s->part[1][tid].top - (float)(s->share[tid] - (double)now);
+            __syncthreads();
+            const int chosen_tiles = n_tiles - window_tiles;
+            for (int i = 0; i < chosen_tiles; i++) {
+                float mass[KEY_TILES][2];
+#pragma unroll
+                for (int n = 0; n < KEY_TILES; n++) {
+                    const float4 x =
+                        logits[(((int64_t)blockIdx.x * most_chosen_tiles + i) * KEY_TILES + n) * FAST_THREADS +
+                               tid];
+                    const float a0 = s->shift[head], a1 = s->shift[head + 8];
+                    mass[n][0] = cg_exp(x.x - a0) + cg_exp(x.z - a1);
+                    mass[n][1] = cg_exp(x.y - a0) + cg_exp(x.w - a1);
+#pragma unroll
+                    for (int by = 4; by < 32; by *= 2) {
+                        mass[n][0] += __shfl_xor_sync(0xffffffffu, mass[n][0], by);
+                        mass[n][1] += __shfl_xor_sync(0xffffffffu, mass[n][1], by);
+                    }
+                    if (group == 0) {
+                        float *to =
+                            &s->mass[i % 2][along_heads][along_keys * Shape::OWN_KEYS + n * 8 + 2 * quad];
+                        to[0] = mass[n][0];
+                        to[1] = mass[n][1];
+                    }
+                }
+                __syncthreads();
+                const int place = i * KEYS + tid;
+                if (tid < KEYS && place < n_places) {
+                    float all = keep == 0 ? 0 : teacher[(int64_t)t * K + place] * keep;
+                    for (int w = 0; w < ALONG_HEADS; w++) all += s->mass[i % 2][w][tid];
+                    teacher[(int64_t)t * K + place] = all;
+                }
+            }
+        }
+
+        /* The teacher sums to 1. */
+        if (!teacher) continue;
+        double mass = 0;
+        for (int k = tid; k < KEYS; k += FAST_THREADS)
+            for (int place = k; place < n_places; place += KEYS)
+                mass += (double)teacher[(int64_t)t * K + place];
+        mass = cg_warp_sum(mass);
+        if (lane == 0) s->reduced[warp] = mass;
+        __syncthreads();
+        mass = 0;
+        for (int w = 0; w < FAST_WARPS; w++) mass += s->reduced[w];
+        for (int k = tid; k < KEYS; k += FAST_THREADS)
+            for (int place = k; place < K; place += KEYS)
+                teacher[(int64_t)t * K + place] =
+                    place < n_places && mass > 0 ? teacher[(int64_t)t * K + place] * (float)(1 / mass) : 0;
+    }
+}
+
+/* ---- launching ---- */
+
+#ifdef CG_CUDA_HOST
+enum { FAST_SLOTS = 3 }; /* small tests go through all turns */
+#else
+enum { FAST_SLOTS = 512 };
+#endif
+
+/* Blocks: with a teacher no more than there are slots for the logits of a row. */
+inline unsigned fast_blocks(int64_t T, bool taught) {
+    return cg_blocks(taught && T > FAST_SLOTS ? (int64_t)FAST_SLOTS : T, 1);
+}
+
+template <typename Shape> size_t fast_logits_bytes(int64_t T, int64_t K) {
+    return (size_t)fast_blocks(T, true) * (size_t)((K + Shape::KEYS - 1) / Shape::KEYS) * Shape::HEADS *
+           Shape::KEYS * sizeof(float);
+}
+
+/* Calls use(shape) with the tiles for rows of H heads of D numbers. wide: shared memory has room for more keys. */
+template <typename F> auto with_forward_shape(int64_t H, int64_t D, bool wide, F use) {
+    if (D <= 128) return H <= 16 ? use(forward_shape<16, 128, 64, 2>()) : use(forward_shape<64, 128, 32, 2>());
+    if (H <= 16) return use(forward_shape<16, 512, 64, 1>());
+    return wide ? use(forward_shape<64, 512, 64, 1>()) : use(forward_shape<64, 512, 32, 1>());
+}
+
+inline bool fast_fits(const cg_node *node) {
+    const int64_t H = cg_dim(node->in[Q], 1), D = cg_dim(node->in[Q], 2);
+    return H > 0 && D > 0 && D <= 512 && D % PIECE == 0;
+}
+
+inline bool fast_wide_fits(const cg_node *node) {
+    return fast_fits(node) && cg_dim(node->in[Q], 1) > 16 && cg_dim(node->in[Q], 2) > 128;
+}
+
+template <bool WIDE> size_t fast_workspace(const cg_node *node) {
+    if (((const csa_attention_attr *)node->attr)->teacher == CG_TEACHER_NONE) return 0;
+    const int64_t T = cg_dim(node->in[Q], 0), K = cg_dim(node->in[TOPK], 1);
+    return with_forward_shape(cg_dim(node->in[Q], 1), cg_dim(node->in[Q], 2), WIDE,
+                              [&](auto shape) { return fast_logits_bytes<decltype(shape)>(T, K); });
+}
+
+template <bool WIDE> bool fast_attention(const cg_run_args *args, cg_stream *stream) {
+    const attention<cg_bf16> a = attention_of<cg_bf16>(args);
+    const cg_teacher mode = ((const csa_attention_attr *)args->attr)->teacher;
+    const bool taught = mode != CG_TEACHER_NONE;
+    return with_forward_shape(a.H, a.D, WIDE, [&](auto shape) {
+        typedef decltype(shape) Shape;
+        return CG_LAUNCH(fast_attention_kernel<Shape>, fast_blocks(a.T_, taught), FAST_THREADS,
+                         sizeof(typename Shape::shared), stream, a, (cg_bf16 *)args->out[0].data,
+                         (float *)args->out[1].data, (float *)args->out[2].data, mode,
+                         taught ? (float *)args->out[3].data : nullptr, (float4 *)args->workspace);
+    });
+}
+
+} // namespace
+
+#endif
