@@ -6,9 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The nodes whose outputs ordinary autograd would keep for the indexer objective. */
-static const char recompute_terms[] =
-    "indexer_head_scores,relu,indexer_head_sum,gather,softmax@layer*/attn/indexer";
+/* The nodes whose outputs are per-head scores. What follows them, summed over heads and gathered, is small: to clone that
+ * too would read all scores once more and lower no peak. */
+static const char recompute_terms[] = "indexer_head_scores,relu@layer*/attn/indexer";
 
 /* One word that is no op is meant as a form. */
 static bool is_a_term(const char *text, cg_error *error) {

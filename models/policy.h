@@ -1,7 +1,7 @@
 /* Policies: what a step keeps for backward, and what it computes again.
  *
  *     save            the objective spelled out in primitive ops; backward keeps what ordinary autograd would
- *     recompute       the same, with the nodes of the indexer's objective cloned into backward
+ *     recompute       the same, with the nodes that make per-head scores cloned into backward
  *     stream          first-class ops: no per-head scores in memory
  *     TEXT            spelled out, rewritten by that text of cg_recompute ("recompute=TEXT" is the same)
  *     stream+TEXT     streaming ops, rewritten by that text

@@ -246,14 +246,15 @@ static void compare_metrics(const char *dir_a, const char *dir_b, bool same_grap
     static const char *const of_the_moment[] = {"tokens_per_s", "seconds", "process_growth_bytes",
                                                 "process_peak_bytes"},
                              *const of_the_graph[] = {"planned_peak_bytes", "measured_peak_bytes",
-                                                      "verified_clones"};
+                                                      "verified_clones",    "saved_bytes",
+                                                      "recomputed_bytes",   "workspace_bytes"};
     metrics *a = metrics_of(dir_a), *b = metrics_of(dir_b);
     for (int i = 0; i < a->n && i < b->n; i++) {
         forget(a->lines[i], of_the_moment, 4);
         forget(b->lines[i], of_the_moment, 4);
         if (!same_graph) {
-            forget(a->lines[i], of_the_graph, 3);
-            forget(b->lines[i], of_the_graph, 3);
+            forget(a->lines[i], of_the_graph, 6);
+            forget(b->lines[i], of_the_graph, 6);
         }
         if (json_equal(a->lines[i], b->lines[i])) continue;
         ck_abort_msg("%s and %s differ in line %d:\n%s\n%s", dir_a, dir_b, i + 1, json_dumps(a->lines[i], 0),
