@@ -1,43 +1,23 @@
-#define _GNU_SOURCE /* open_memstream */
-#include "models/config.h"
+#include "models/config_table.h"
 
-#include <jansson.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/file.h"
-#include "core/suggest.h"
+#include "core/shown.h"
 
-typedef enum kind { INTEGER, REAL, BOOLEAN, CHOICE, RATIOS, POLICY } kind;
-
-typedef struct choice {
-    const char *name; /* NULL ends a list */
-    int value;
-} choice;
-
-static const choice tasks[] = {{"text", CG_TASK_TEXT}, {"recall", CG_TASK_RECALL}, {NULL, 0}};
-static const choice dtypes[] = {{"f32", CG_F32}, {"f64", CG_F64}, {NULL, 0}};
-static const choice supports[] = {{"sparse", CG_SUPPORT_SPARSE}, {"dense", CG_SUPPORT_DENSE}, {NULL, 0}};
-static const choice teachers[] = {
+const cg_config_choice cg_config_tasks[] = {{"text", CG_TASK_TEXT}, {"recall", CG_TASK_RECALL}, {NULL, 0}};
+static const cg_config_choice dtypes[] = {{"f32", CG_F32}, {"f64", CG_F64}, {NULL, 0}};
+static const cg_config_choice supports[] = {
+    {"sparse", CG_SUPPORT_SPARSE}, {"dense", CG_SUPPORT_DENSE}, {NULL, 0}};
+static const cg_config_choice teachers[] = {
     {"full", CG_TEACHER_FULL}, {"sink", CG_TEACHER_SINK}, {"compressed", CG_TEACHER_COMPRESSED}, {NULL, 0}};
 
 _Static_assert(sizeof(cg_task) == sizeof(int) && sizeof(cg_dtype) == sizeof(int) &&
                    sizeof(cg_support) == sizeof(int) && sizeof(cg_teacher) == sizeof(int),
                "choices are copied as int");
-
-typedef struct entry {
-    const char *name;
-    kind kind;
-    size_t offset;
-    int64_t least, most; /* INTEGER */
-    double low, high;    /* REAL; a bound that is open does not belong to the range */
-    bool low_open, high_open;
-    const choice *choices;
-    const char *doc;
-} entry;
 
 /* clang-format off */
 #define INT(key, first, last, text) \
@@ -51,7 +31,7 @@ typedef struct entry {
 #define ONE_OF(key, list, text) \
     {.name = #key, .kind = CHOICE, .offset = offsetof(cg_config, key), .choices = list, .doc = text}
 
-static const entry entries[] = {
+const cg_config_entry cg_config_entries[] = {
     INT(vocab_size, 2, 1 << 24, "tokens of the vocabulary; text needs 256"),
     INT(hidden_size, 1, 1 << 16, "channels of the residual stream"),
     INT(num_hidden_layers, 1, CG_MAX_LAYERS, "decoder layers"),
@@ -80,7 +60,7 @@ static const entry entries[] = {
     ABOVE(rope_scaling_beta_fast, 0, 1e6, "YaRN: turns from which a frequency keeps its value"),
     ABOVE(rope_scaling_beta_slow, 0, 1e6, "YaRN: turns up to which a frequency is divided by the factor"),
 
-    ONE_OF(task, tasks, "text: next byte of files; recall: generated key and value pairs"),
+    ONE_OF(task, cg_config_tasks, "text: next byte of files; recall: generated key and value pairs"),
     INT(recall_keys, 2, 65536, "recall: different keys; a sequence uses recall_pairs of them"),
     INT(recall_values, 2, 65536, "recall: different values; chance is 1/recall_values"),
     INT(recall_pairs, 2, 65536, "recall: pairs in a sequence, one group of 4 tokens each"),
@@ -112,7 +92,7 @@ static const entry entries[] = {
 };
 /* clang-format on */
 
-enum { N_ENTRIES = sizeof entries / sizeof entries[0] };
+_Static_assert(sizeof cg_config_entries / sizeof cg_config_entries[0] == CG_CONFIG_KEYS, "a key more or less");
 
 cg_config cg_config_toy(void) {
     return (cg_config){
@@ -238,13 +218,13 @@ bool cg_config_dims(const char *name, cg_config *config) {
 
 /* ---- the table: ranges and values ---------------------------------------------------------------------- */
 
-static const entry *find(const char *key) {
-    for (int i = 0; i < N_ENTRIES; i++)
-        if (strcmp(entries[i].name, key) == 0) return &entries[i];
+const cg_config_entry *cg_config_find(const char *key) {
+    for (int i = 0; i < CG_CONFIG_KEYS; i++)
+        if (strcmp(cg_config_entries[i].name, key) == 0) return &cg_config_entries[i];
     return NULL;
 }
 
-static void range_text(const entry *e, char *text, size_t bytes) {
+void cg_config_range(const cg_config_entry *e, char *text, size_t bytes) {
     switch (e->kind) {
     case INTEGER:
         snprintf(text, bytes, "an integer from %lld to %lld", (long long)e->least, (long long)e->most);
@@ -262,7 +242,7 @@ static void range_text(const entry *e, char *text, size_t bytes) {
         return;
     case CHOICE: {
         size_t n = (size_t)snprintf(text, bytes, "one of");
-        for (const choice *c = e->choices; c->name && n < bytes; c++)
+        for (const cg_config_choice *c = e->choices; c->name && n < bytes; c++)
             n += (size_t)snprintf(text + n, bytes - n, "%s %s", c == e->choices ? "" : ",", c->name);
         return;
     }
@@ -279,159 +259,43 @@ static void range_text(const entry *e, char *text, size_t bytes) {
     }
 }
 
-typedef struct shown_text {
-    char text[72];
-} shown_text;
-
-/* A value as in a JSON file, cut where it is long, with nothing that would break a line. */
-static shown_text shown(const json_t *value) {
-    shown_text s;
-    char *full =
-        value ? json_dumps(value, JSON_ENCODE_ANY | JSON_ENSURE_ASCII | JSON_REAL_PRECISION(12)) : NULL;
-    bool cut = full && strlen(full) >= sizeof s.text;
-    snprintf(s.text, sizeof s.text, "%.*s%s", (int)sizeof s.text - 5, full ? full : "bytes that are no text",
-             cut ? "..." : "");
-    if (!cut && full) snprintf(s.text, sizeof s.text, "%s", full);
-    free(full);
-    return s;
-}
-
-static bool refuse(const entry *e, const char *got, cg_error *error) {
+bool cg_config_refuse(const cg_config_entry *e, const char *got, cg_error *error) {
     char range[160];
-    range_text(e, range, sizeof range);
+    cg_config_range(e, range, sizeof range);
     return cg_fail(error, CG_BAD_INPUT, "%s must be %s, got %s", e->name, range, got);
 }
 
-static bool is_policy(const char *text) {
+bool cg_config_integer_fits(const cg_config_entry *e, int64_t number) {
+    return number >= e->least && number <= e->most;
+}
+
+bool cg_config_real_fits(const cg_config_entry *e, double number) {
+    return isfinite(number) && number >= e->low && number <= e->high && !(e->low_open && number == e->low) &&
+           !(e->high_open && number == e->high);
+}
+
+bool cg_config_ratio_fits(int64_t ratio) {
+    return ratio == 0 || ratio == CG_RATIO_CSA || ratio == CG_RATIO_HCA;
+}
+
+const char *cg_config_choice_name(const cg_config *config, const cg_config_entry *e) {
+    int value;
+    memcpy(&value, (const char *)config + e->offset, sizeof value);
+    for (const cg_config_choice *c = e->choices; c->name; c++)
+        if (c->value == value) return c->name;
+    return NULL;
+}
+
+bool cg_config_is_policy(const char *text) {
     static const char allowed[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_*?,@/:;.-=+";
     size_t length = strlen(text);
     return length > 0 && length < CG_POLICY_BYTES && strspn(text, allowed) == length;
 }
 
-/* Put a value into its field if the key may have it. */
-static bool read_value(cg_config *config, const entry *e, const json_t *value, cg_error *error) {
-    void *field = (char *)config + e->offset;
-    switch (e->kind) {
-    case INTEGER: {
-        if (!json_is_integer(value)) break;
-        int64_t number = json_integer_value(value);
-        if (number < e->least || number > e->most) break;
-        *(int64_t *)field = number;
-        return true;
-    }
-    case REAL: {
-        if (!json_is_number(value)) break;
-        double number = json_number_value(value) + 0.0; /* -0 becomes 0 */
-        if (!isfinite(number) || number < e->low || number > e->high) break;
-        if ((e->low_open && number == e->low) || (e->high_open && number == e->high)) break;
-        *(double *)field = number;
-        return true;
-    }
-    case BOOLEAN:
-        if (!json_is_boolean(value)) break;
-        *(bool *)field = json_is_true(value);
-        return true;
-    case CHOICE:
-        if (!json_is_string(value)) break;
-        for (const choice *c = e->choices; c->name; c++) {
-            if (strcmp(c->name, json_string_value(value)) == 0) {
-                memcpy(field, &c->value, sizeof c->value);
-                return true;
-            }
-        }
-        break;
-    case RATIOS: {
-        if (!json_is_array(value)) break;
-        size_t n = json_array_size(value);
-        if (n < 1 || n > CG_MAX_LAYERS) {
-            char got[40];
-            snprintf(got, sizeof got, "%zu of them", n);
-            return refuse(e, got, error);
-        }
-        int64_t ratios[CG_MAX_LAYERS] = {0};
-        for (size_t i = 0; i < n; i++) {
-            const json_t *item = json_array_get(value, i);
-            int64_t ratio = json_is_integer(item) ? json_integer_value(item) : -1;
-            if (ratio != 0 && ratio != CG_RATIO_CSA && ratio != CG_RATIO_HCA) {
-                char got[100];
-                snprintf(got, sizeof got, "%s for layer %zu", shown(item).text, i);
-                return refuse(e, got, error);
-            }
-            ratios[i] = ratio;
-        }
-        memcpy(config->compress_ratios, ratios, sizeof ratios);
-        config->n_compress_ratios = (int64_t)n;
-        return true;
-    }
-    case POLICY:
-        if (!json_is_string(value) || !is_policy(json_string_value(value))) break;
-        memset(config->policy, 0, sizeof config->policy);
-        memcpy(config->policy, json_string_value(value), strlen(json_string_value(value)));
-        return true;
-    }
-    return refuse(e, shown(value).text, error);
-}
-
-/* The other way; NULL for what JSON cannot hold (NaN, a choice that is none) and when memory is out. */
-static json_t *write_value(const cg_config *config, const entry *e) {
-    const void *field = (const char *)config + e->offset;
-    switch (e->kind) {
-    case INTEGER:
-        return json_integer(*(const int64_t *)field);
-    case REAL:
-        return json_real(*(const double *)field);
-    case BOOLEAN:
-        return json_boolean(*(const bool *)field);
-    case CHOICE: {
-        int value;
-        memcpy(&value, field, sizeof value);
-        for (const choice *c = e->choices; c->name; c++)
-            if (c->value == value) return json_string(c->name);
-        return NULL;
-    }
-    case RATIOS: {
-        json_t *list = json_array();
-        for (int64_t i = 0; list && i < config->n_compress_ratios && i < CG_MAX_LAYERS; i++)
-            json_array_append_new(list, json_integer(config->compress_ratios[i]));
-        return list;
-    }
-    case POLICY:
-        return memchr(config->policy, 0, sizeof config->policy) ? json_string(config->policy) : NULL;
-    }
-    return NULL;
-}
-
-/* A short text that reads back as the same value. */
-static char *value_text(const json_t *value) {
-    if (!json_is_real(value)) return json_dumps(value, JSON_ENCODE_ANY | JSON_COMPACT);
-    for (size_t precision = 6;; precision++) {
-        char *text = json_dumps(value, JSON_ENCODE_ANY | JSON_REAL_PRECISION(precision));
-        json_t *again = text ? json_loads(text, JSON_DECODE_ANY, NULL) : NULL;
-        bool same = again && json_number_value(again) == json_real_value(value);
-        json_decref(again);
-        if (!text || same || precision == 17) return text;
-        free(text);
-    }
-}
-
-static bool fail_unknown(const char *key, const char *prefix, cg_error *error) {
-    const char *names[N_ENTRIES];
-    int n = 0;
-    for (int i = 0; i < N_ENTRIES; i++)
-        if (strncmp(entries[i].name, prefix, strlen(prefix)) == 0)
-            names[n++] = entries[i].name + strlen(prefix);
-    const char *near = cg_suggest(key, names, n);
-    json_t *word = json_string(key);
-    cg_fail(error, CG_BAD_INPUT, "unknown key %s%s%s%s", shown(word).text, near ? ", did you mean " : "",
-            near ? near : "", near ? "?" : "");
-    json_decref(word);
-    return false;
-}
-
 /* ---- checks -----------------------------------------------------------------------------------------------
  */
 
-static bool check_together(const cg_config *c, cg_error *error) {
+bool cg_config_check_together(const cg_config *c, cg_error *error) {
     if (c->n_compress_ratios != c->num_hidden_layers)
         return cg_fail(
             error, CG_BAD_INPUT,
@@ -469,194 +333,59 @@ static bool check_together(const cg_config *c, cg_error *error) {
     return true;
 }
 
-bool cg_config_check(const cg_config *config, cg_error *error) {
-    cg_config copy = *config;
-    for (int i = 0; i < N_ENTRIES; i++) {
-        json_t *value = write_value(config, &entries[i]);
-        bool fine = value ? read_value(&copy, &entries[i], value, error)
-                          : refuse(&entries[i], "what no file could hold", error);
-        json_decref(value);
-        if (!fine) return false;
+/* What is no value of the key, as a JSON file would hold it where one could. */
+static bool check_value(const cg_config *config, const cg_config_entry *e, cg_error *error) {
+    const void *field = (const char *)config + e->offset;
+    char got[360] = "what no file could hold";
+    switch (e->kind) {
+    case INTEGER: {
+        int64_t number = *(const int64_t *)field;
+        if (cg_config_integer_fits(e, number)) return true;
+        snprintf(got, sizeof got, "%lld", (long long)number);
+        break;
     }
-    return check_together(config, error);
-}
-
-/* ---- reading and writing ----------------------------------------------------------------------------------
- */
-
-/* The last key before an offset of a JSON text that does not parse: `nan` and 0x10 are syntax errors to a JSON
- * reader, but to the user they are bad values of a key. */
-static const entry *key_before(const char *json, size_t stop) {
-    const entry *last = NULL;
-    for (size_t i = 0; i < stop; i++) {
-        if (json[i] != '"') continue;
-        size_t start = ++i;
-        while (i < stop && json[i] != '"') i += json[i] == '\\' ? 2 : 1;
-        size_t after = i + 1;
-        while (after < stop && strchr(" \t\r\n", json[after]) && json[after]) after++;
-        if (after >= stop || json[after] != ':') continue;
-        char key[64] = "";
-        if (i - start < sizeof key) memcpy(key, json + start, i - start);
-        last = find(key);
+    case REAL: {
+        double number = *(const double *)field;
+        if (cg_config_real_fits(e, number)) return true;
+        if (isfinite(number)) snprintf(got, sizeof got, "%.12g", number);
+        break;
     }
-    return last;
-}
-
-static bool fail_parse(const char *json, size_t bytes, const json_error_t *problem, cg_error *error) {
-    size_t stop = problem->position > 0 ? (size_t)problem->position : 0;
-    const entry *e = key_before(json, stop < bytes ? stop : bytes);
-    char reason[JSON_ERROR_TEXT_LENGTH + 1];
-    snprintf(reason, sizeof reason, "%s", problem->text);
-    for (char *c = reason; *c; c++)
-        if ((unsigned char)*c < ' ') *c = ' ';
-    bool is_value = json_error_code(problem) == json_error_invalid_syntax ||
-                    json_error_code(problem) == json_error_numeric_overflow;
-    if (!e || !is_value) return cg_fail(error, CG_BAD_INPUT, "line %d is no JSON: %s", problem->line, reason);
-    char range[160];
-    range_text(e, range, sizeof range);
-    return cg_fail(error, CG_BAD_INPUT, "line %d is no JSON, at or behind %s, which must be %s: %s",
-                   problem->line, e->name, range, reason);
-}
-
-static bool read_key(cg_config *config, const char *prefix, const char *key, const json_t *value, bool *seen,
-                     cg_error *error) {
-    char name[128];
-    snprintf(name, sizeof name, "%s%s", prefix, key);
-    const entry *e = find(name);
-    if (!e) return fail_unknown(key, prefix, error);
-    if (seen[e - entries])
-        return cg_fail(error, CG_BAD_INPUT, "%s stands twice, by itself and inside rope_scaling", e->name);
-    seen[e - entries] = true;
-    return read_value(config, e, value, error);
-}
-
-/* The release's form of the YaRN keys. */
-static bool read_rope_scaling(cg_config *config, const json_t *object, bool *seen, cg_error *error) {
-    if (json_is_null(object)) {
-        json_t *one = json_integer(1);
-        bool read = read_key(config, "rope_scaling_", "factor", one, seen, error);
-        json_decref(one);
-        return read;
-    }
-    if (!json_is_object(object))
-        return cg_fail(error, CG_BAD_INPUT, "rope_scaling must be an object or null, got %s",
-                       shown(object).text);
-    bool fine = true;
-    for (void *at = json_object_iter((json_t *)object); at && fine;
-         at = json_object_iter_next((json_t *)object, at)) {
-        const char *key = json_object_iter_key(at);
-        const json_t *value = json_object_iter_value(at);
-        if (strcmp(key, "type") == 0 || strcmp(key, "rope_type") == 0) {
-            const char *type = json_string_value(value);
-            if (!type || strcmp(type, "yarn") != 0)
-                fine = cg_fail(error, CG_BAD_INPUT, "%s must be \"yarn\", got %s", key, shown(value).text);
-        } else {
-            fine = read_key(config, "rope_scaling_", key, value, seen, error);
-        }
-    }
-    if (!fine) cg_error_at(error, "rope_scaling");
-    return fine;
-}
-
-static bool read_object(cg_config *config, const json_t *root, cg_error *error) {
-    if (!json_is_object(root))
-        return cg_fail(error, CG_BAD_INPUT, "a JSON object of keys is needed, got %s", shown(root).text);
-    bool seen[N_ENTRIES] = {false};
-    for (void *at = json_object_iter((json_t *)root); at; at = json_object_iter_next((json_t *)root, at)) {
-        const char *key = json_object_iter_key(at);
-        const json_t *value = json_object_iter_value(at);
-        bool fine = strcmp(key, "rope_scaling") == 0 ? read_rope_scaling(config, value, seen, error)
-                                                     : read_key(config, "", key, value, seen, error);
-        if (!fine) return false;
-    }
-    return check_together(config, error);
-}
-
-bool cg_config_load(cg_config *config, const char *path, cg_error *error) {
-    char *json;
-    size_t bytes;
-    if (!cg_file_read(path, 1 << 20, &json, &bytes, error)) return false;
-    cg_config copy = *config;
-    cg_error own = {0};
-    json_error_t problem;
-    json_t *root = json_loadb(json, bytes, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, &problem);
-    const char *task = json_string_value(json_object_get(root, "task"));
-    for (int i = 0; task && tasks[i].name; i++)
-        if (!strcmp(task, tasks[i].name) && tasks[i].value != (int)config->task)
-            copy = cg_config_default(tasks[i].value);
-    bool fine = root ? read_object(&copy, root, &own) : fail_parse(json, bytes, &problem, &own);
-    json_decref(root);
-    free(json);
-    if (fine) {
-        *config = copy;
+    case BOOLEAN:
         return true;
+    case CHOICE:
+        if (cg_config_choice_name(config, e)) return true;
+        break;
+    case RATIOS:
+        if (config->n_compress_ratios < 1 || config->n_compress_ratios > CG_MAX_LAYERS) {
+            snprintf(got, sizeof got, "%lld of them", (long long)config->n_compress_ratios);
+            break;
+        }
+        for (int64_t i = 0; i < config->n_compress_ratios; i++) {
+            int64_t ratio = config->compress_ratios[i];
+            if (cg_config_ratio_fits(ratio)) continue;
+            snprintf(got, sizeof got, "%lld for layer %lld", (long long)ratio, (long long)i);
+            return cg_config_refuse(e, got, error);
+        }
+        return true;
+    case POLICY:
+        if (!memchr(config->policy, 0, sizeof config->policy)) break;
+        if (cg_config_is_policy(config->policy)) return true;
+        snprintf(got, sizeof got, "\"%s\"", cg_shown(config->policy).text);
+        break;
     }
-    size_t length = strlen(path), skip = length > 120 ? length - 120 : 0; /* the reason must fit too */
-    return cg_fail(error, own.code, "%s%s: %s", skip ? "..." : "", path + skip, own.text);
+    return cg_config_refuse(e, got, error);
 }
 
-/* What a text of the command line would be in a file. NULL when it is nothing. */
-static json_t *parse_text(const entry *e, const char *text) {
-    if (e->kind == CHOICE || e->kind == POLICY) return json_string(text);
-    if (strpbrk(text, " \t\r\n\v\f")) return NULL;
-    if (e->kind != RATIOS || text[0] == '[') return json_loads(text, JSON_DECODE_ANY, NULL);
-    size_t bytes = strlen(text) + 3;
-    char *list = malloc(bytes);
-    if (!list) return NULL;
-    snprintf(list, bytes, "[%s]", text);
-    json_t *value = json_loads(list, 0, NULL);
-    free(list);
-    return value;
-}
-
-bool cg_config_set(cg_config *config, const char *key, const char *text, cg_error *error) {
-    const entry *e = find(key);
-    if (!e) return fail_unknown(key, "", error);
-    json_t *value = parse_text(e, text);
-    json_t *raw = json_string(text);
-    bool fine = value ? read_value(config, e, value, error) : refuse(e, shown(raw).text, error);
-    json_decref(value);
-    json_decref(raw);
-    return fine;
-}
-
-char *cg_config_json(const cg_config *config) {
-    char *json = NULL;
-    size_t bytes = 0;
-    FILE *stream = open_memstream(&json, &bytes);
-    if (!stream) return NULL;
-    bool fine = true;
-    for (int i = 0; i < N_ENTRIES; i++) {
-        json_t *value = write_value(config, &entries[i]);
-        char *text = value ? value_text(value) : NULL;
-        fine &= text != NULL;
-        fprintf(stream, "%s  \"%s\": %s", i ? ",\n" : "{\n", entries[i].name, text ? text : "null");
-        free(text);
-        json_decref(value);
-    }
-    fputs("\n}\n", stream);
-    fine &= !ferror(stream);
-    fine &= fclose(stream) == 0;
-    if (fine) return json;
-    free(json);
-    return NULL;
+bool cg_config_check(const cg_config *config, cg_error *error) {
+    for (int i = 0; i < CG_CONFIG_KEYS; i++)
+        if (!check_value(config, &cg_config_entries[i], error)) return false;
+    return cg_config_check_together(config, error);
 }
 
 bool cg_config_key_at(int i, cg_config_key *key) {
-    if (i < 0 || i >= N_ENTRIES) return false;
-    key->name = entries[i].name;
-    key->doc = entries[i].doc;
-    range_text(&entries[i], key->range, sizeof key->range);
+    if (i < 0 || i >= CG_CONFIG_KEYS) return false;
+    key->name = cg_config_entries[i].name;
+    key->doc = cg_config_entries[i].doc;
+    cg_config_range(&cg_config_entries[i], key->range, sizeof key->range);
     return true;
-}
-
-const char *cg_config_get(const cg_config *config, const char *key, char *text, size_t text_bytes) {
-    const entry *e = find(key);
-    if (!e) return NULL;
-    json_t *value = write_value(config, e);
-    char *dumped = value && !json_is_string(value) ? value_text(value) : NULL;
-    snprintf(text, text_bytes, "%s", json_is_string(value) ? json_string_value(value) : dumped ? dumped : "?");
-    free(dumped);
-    json_decref(value);
-    return text;
 }
