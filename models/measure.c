@@ -76,9 +76,10 @@ static cg_value *input(cg_graph *graph, const char *name, cg_dtype dtype, cg_sha
 
 /* Attention and objective of one layer, either or both, in the scopes that they have in a model, so that policies name
  * them as there. */
-static void build_part_graph(cg_step *step, const cg_config *c, int64_t n_segments, cg_form form,
-                             cg_part part) {
+static void build_part_graph(cg_step *step, const cg_config *c, const cg_workload *w, cg_form form) {
     cg_graph *g = step->graph;
+    const cg_part part = w->part;
+    const int64_t n_segments = room_for_segments(w);
     int64_t T = c->batch_size * c->seq_len, C = T / CG_RATIO_CSA, K = c->index_topk, D = c->head_dim;
     bool attends = part != CG_PART_INDEXER_LOSS, indexes = part != CG_PART_ATTENTION;
     cg_value *wrt[PART_GRADS], *outputs[2], *seeds[2];
@@ -96,10 +97,11 @@ static void build_part_graph(cg_step *step, const cg_config *c, int64_t n_segmen
     if (indexes) {
         cg_value *q = wrt[n_wrt++] =
             input(g, "q", c->dtype, CG_SHAPE(T, c->index_n_heads, c->index_head_dim), true);
-        cg_value *w = wrt[n_wrt++] = input(g, "w", c->dtype, CG_SHAPE(T, c->index_n_heads), true);
+        cg_value *weights = wrt[n_wrt++] = input(g, "w", c->dtype, CG_SHAPE(T, c->index_n_heads), true);
         cg_value *k = wrt[n_wrt++] = input(g, "k", c->dtype, CG_SHAPE(C, c->index_head_dim), true);
-        indexer = cg_indexer_new(g, form, q, w, k);
+        indexer = cg_indexer_new(g, form, q, weights, k);
         topk = cg_indexer_select(g, &indexer, rows, K);
+        if (w->keep_results) cg_keep(topk);
     } else {
         topk = input(g, "topk", CG_I32, CG_SHAPE(T, K), false);
     }
@@ -115,7 +117,7 @@ static void build_part_graph(cg_step *step, const cg_config *c, int64_t n_segmen
         teacher = attention.teacher;
         outputs[n_outputs] = cg_keep(attention.out);
         seeds[n_outputs++] = input(g, "dout", c->dtype, CG_SHAPE(T, c->num_attention_heads, D), false);
-        if (!indexes) cg_keep(teacher);
+        if (!indexes || w->keep_results) cg_keep(teacher);
     }
     if (indexes) {
         cg_scope_push(g, "indexer");
@@ -142,7 +144,7 @@ static bool build_part(cg_step *step, const cg_config *config, const cg_workload
     if (!step->graph || !step->grads) return cg_fail(error, CG_FAILED, "out of memory while a graph is built");
     cg_policy policy;
     if (!cg_policy_parse(config->policy, &policy, error)) return false;
-    build_part_graph(step, config, room_for_segments(w), policy.form, w->part);
+    build_part_graph(step, config, w, policy.form);
     cg_policy_apply(step->graph, &policy, plan, &step->n_clones, &step->frontier);
     step->plan = cg_plan_make(step->graph, plan, error);
     return step->plan != NULL;
@@ -195,7 +197,8 @@ bool cg_measure_plan(const cg_workload *w, cg_step *step, cg_measurement *out, c
     cg_step_options how = {.max_segments = room_for_segments(w),
                            .max_seqlen = longest_segment(w),
                            .attend_all = w->attend_all,
-                           .keep_gradients = w->no_optimizer,
+                           .keep_topk = w->keep_results,
+                           .keep_gradients = w->no_optimizer || w->keep_results,
                            .no_optimizer = w->no_optimizer,
                            .plan = {.keep_cloned_originals = w->verify_recompute}};
     bool ok = w->part == CG_PART_STEP ? cg_step_build(step, &config, &how, error)

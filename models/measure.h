@@ -30,6 +30,7 @@ typedef struct cg_workload {
     int64_t max_segments; /* the graph has room for so many, empty ones behind; 0: as many as there are */
     bool no_optimizer, attend_all;
     bool verify_recompute; /* compare every clone with its original while it runs */
+    bool keep_results;     /* gradients and selections stay readable behind a run, which takes memory */
 } cg_workload;
 
 typedef struct cg_measurement {
@@ -67,5 +68,17 @@ bool cg_measure_run(const cg_workload *workload, int n_runs, cg_step *step, cg_m
 void cg_measure_fill(const cg_workload *workload, const cg_step *step, cg_exec *exec);
 
 void cg_measurement_free(cg_measurement *measurement);
+
+/* Write a safetensors file of the inputs of a workload on the CPU and of what comes of them, so that other programs can
+ * compute the same and compare. Names of tensors:
+ *
+ *     in.SCOPE/NAME        leaves of a part; of a step: tokens, targets, scales, offsets, schedule
+ *     NAME, grad.NAME      of a step: parameters as in checkpoints, their gradients before clipping
+ *     grad.SCOPE/NAME      of a part: gradients of its leaves
+ *     out.SCOPE/NAME       what forward gives: topk, out, teacher, loss; of a step: topk, lm_loss, indexer_loss
+ *     out.grad_norm, out.next_lm_loss, out.next_indexer_loss    of a step: before clipping; behind one AdamW step
+ *
+ * The metadata holds the configuration as JSON ("config"). Written whole or not at all. */
+bool cg_measure_save(const cg_workload *workload, const char *path, cg_error *error);
 
 #endif

@@ -15,6 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/file.h"
 #include "core/roofline.h"
 #include "core/threads.h"
 #include "models/measure.h"
@@ -28,6 +29,7 @@ enum {
     KEY_DTYPES,
     KEY_RUNS,
     KEY_OPS,
+    KEY_SAVE,
     KEY_COMPARE,
     KEY_TOLERANCE
 };
@@ -51,7 +53,7 @@ enum { N_PARTS = sizeof parts / sizeof *parts };
 
 typedef struct arguments {
     tool_model model;
-    const char *dims, *seqs, *parts, *dtypes, *runs, *compare, *tolerance;
+    const char *dims, *seqs, *parts, *dtypes, *runs, *save, *compare, *tolerance;
     bool json, ops;
     const part *part[N_PARTS];
     int64_t seq[MAX_ITEMS];
@@ -69,10 +71,11 @@ typedef struct op_row {
 } op_row;
 
 typedef struct row {
-    const char *name, *dims;
+    const char *name, *dims, *policy;
     int64_t seq;
     cg_dtype dtype;
-    int64_t extra_peak_bytes;
+    int64_t extra_peak_bytes, rss_peak_bytes;
+    double loss; /* NaN: the attention alone has none */
     double us[CG_PASSES], step_us, flops, bytes, peak_gflops;
     op_row *ops; /* dearest first */
     int n_ops;
@@ -109,6 +112,9 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
         return 0;
     case KEY_OPS:
         a->ops = true;
+        return 0;
+    case KEY_SAVE:
+        a->save = arg;
         return 0;
     case KEY_COMPARE:
         a->compare = arg;
@@ -160,6 +166,12 @@ static const struct argp_option options[] = {
      .key = KEY_OPS,
      .group = GROUP_OUTPUT,
      .doc = "where the time of each row goes, op by op, against the roofs"},
+    {.name = "save",
+     .key = KEY_SAVE,
+     .arg = "DIR",
+     .group = GROUP_OUTPUT,
+     .doc = "write the inputs of each row and what came of them (losses, selection, gradients) to "
+            "DIR/PART-DIMS-TOKENS-DTYPE.safetensors, so that other programs can compute the same"},
     {.name = "compare",
      .key = KEY_COMPARE,
      .arg = "FILE",
@@ -287,6 +299,15 @@ static bool add_nodes(row *r, const cg_plan *plan, const double *node_us, cg_err
     return true;
 }
 
+static bool save(const arguments *a, const cg_workload *w, const row *r, cg_error *error) {
+    char path[4096];
+    int bytes = snprintf(path, sizeof path, "%s/%s-%s-%lld-%s.safetensors", a->save, r->name, r->dims,
+                         (long long)r->seq, cg_dtype_name(r->dtype));
+    if (bytes >= (int)sizeof path)
+        return cg_fail(error, CG_BAD_INPUT, "--save: a folder's name is longer than %zu bytes", sizeof path);
+    return cg_measure_save(w, path, error);
+}
+
 static bool measure(const arguments *a, const part *p, int64_t seq, cg_dtype dtype, row *r, cg_error *error) {
     cg_workload w = {.config = a->model.config, .part = p->part, .no_optimizer = p->no_optimizer};
     if (!p->whole_model) {
@@ -297,13 +318,18 @@ static bool measure(const arguments *a, const part *p, int64_t seq, cg_dtype dty
     }
     w.config.dtype = dtype;
     if (!cg_config_check(&w.config, error)) return false;
-    *r = (row){
-        .name = p->name, .dims = p->whole_model ? "config" : a->dims, .seq = w.config.seq_len, .dtype = dtype};
+    *r = (row){.name = p->name,
+               .dims = p->whole_model ? "config" : a->dims,
+               .policy = a->model.config.policy,
+               .seq = w.config.seq_len,
+               .dtype = dtype};
     cg_step step;
     cg_measurement m = {0};
-    bool ok = cg_measure_run(&w, a->n_runs, &step, &m, error);
+    bool ok = cg_measure_run(&w, a->n_runs, &step, &m, error) && (!a->save || save(a, &w, r, error));
     if (ok) {
         r->extra_peak_bytes = m.planned_peak_bytes - m.boundary_bytes;
+        r->rss_peak_bytes = m.rss_peak_bytes;
+        r->loss = m.loss;
         r->step_us = m.step_us;
         ok = add_nodes(r, step.plan, m.node_us, error);
     } else {
@@ -315,6 +341,7 @@ static bool measure(const arguments *a, const part *p, int64_t seq, cg_dtype dty
 }
 
 static bool measure_all(const arguments *a, report *out, cg_error *error) {
+    if (a->save && !cg_folder_make(a->save, error)) return false;
     out->rows = calloc((size_t)(N_PARTS * MAX_ITEMS * 2), sizeof *out->rows);
     if (!out->rows) return cg_fail(error, CG_FAILED, "out of memory for rows");
     for (int d = 0; d < a->n_dtypes; d++) {
@@ -410,12 +437,15 @@ static json_t *row_json(const row *r) {
                                              cg_pass_name(o->pass), "nodes", o->n_nodes, "us", o->us, "flops",
                                              o->flops, "bytes", o->bytes));
     }
-    return json_pack("{s:s, s:s, s:I, s:s, s:i, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:I, s:o}", "name",
-                     r->name, "dims", r->dims, "seq", (json_int_t)r->seq, "dtype", cg_dtype_name(r->dtype),
-                     "threads", cg_threads(), "fwd_us", r->us[CG_FORWARD], "bwd_us", backward_us(r),
-                     "optimize_us", r->us[CG_OPTIMIZE], "step_us", r->step_us, "flops", r->flops, "bytes",
-                     r->bytes, "gflops", gflops_of(r), "peak_share", gflops_of(r) / r->peak_gflops,
-                     "extra_peak_bytes", (json_int_t)r->extra_peak_bytes, "ops", ops);
+    json_t *json = json_pack(
+        "{s:s, s:s, s:I, s:s, s:s, s:i, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:I, s:I, s:o}", "name",
+        r->name, "dims", r->dims, "seq", (json_int_t)r->seq, "dtype", cg_dtype_name(r->dtype), "policy",
+        r->policy, "threads", cg_threads(), "fwd_us", r->us[CG_FORWARD], "bwd_us", backward_us(r),
+        "optimize_us", r->us[CG_OPTIMIZE], "step_us", r->step_us, "flops", r->flops, "bytes", r->bytes,
+        "gflops", gflops_of(r), "peak_share", gflops_of(r) / r->peak_gflops, "extra_peak_bytes",
+        (json_int_t)r->extra_peak_bytes, "rss_peak_bytes", (json_int_t)r->rss_peak_bytes, "ops", ops);
+    if (json) json_object_set_new(json, "loss", isfinite(r->loss) ? json_real(r->loss) : json_null());
+    return json;
 }
 
 static int print_json(const report *out) {
