@@ -17,13 +17,14 @@
  * add up in f32. Elsewhere, and for small products, their blocks are widened to f32 first and treated as such. The
  * sum of a tile stays in f32 over all blocks of k.
  *
+ * A build without oneDNN has the plain kernel alone.
+ *
  * A call of oneDNN allocates a few small handles of its own (six, under 100 bytes each, freed on return),
  * and nothing that grows with the shape.
  */
 #include "core/gemm.h"
 
 #include <omp.h>
-#include <oneapi/dnnl/dnnl.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -34,6 +35,9 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#endif
+#ifdef CG_HAVE_DNNL
+#include <oneapi/dnnl/dnnl.h>
 #endif
 
 static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -156,6 +160,8 @@ DEFINE_PLAIN(float, f32, FUSED_F32)
 DEFINE_PLAIN(double, f64, FUSED_F64)
 
 /* ---- oneDNN kernels, kept by shape for the life of the process ---- */
+
+#ifdef CG_HAVE_DNNL
 
 typedef struct seat { /* what one thread needs to call a kernel; a seat in use is busy */
     atomic_flag busy;
@@ -359,6 +365,27 @@ static bool kernel_run(kernel *kern, const void *a, const void *b, void *c, void
     atomic_flag_clear_explicit(&place->busy, memory_order_release);
     return status == dnnl_success || dnnl_fail(error, "run a kernel", status, kern->m, kern->n, kern->k);
 }
+
+#else
+
+typedef struct kernel {
+    const void *primitive; /* NULL: always */
+    size_t scratch_bytes;
+} kernel;
+
+static kernel *kernel_get(cg_dtype dtype, bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k,
+                          cg_error *error) {
+    static kernel none;
+    (void)dtype, (void)trans_a, (void)trans_b, (void)m, (void)n, (void)k, (void)error;
+    return &none;
+}
+
+static bool kernel_run(kernel *kern, const void *a, const void *b, void *c, void *scratch, cg_error *error) {
+    (void)kern, (void)a, (void)b, (void)c, (void)scratch;
+    return cg_fail(error, CG_FAILED, "gemm: this build has no kernels of oneDNN");
+}
+
+#endif
 
 /* ---- Cutting ---- */
 

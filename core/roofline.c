@@ -3,9 +3,12 @@
 #include "core/gemm.h"
 #include "core/threads.h"
 
-#include <oneapi/dnnl/dnnl.h>
 #include <stdlib.h>
 #include <time.h>
+
+#ifdef CG_HAVE_DNNL
+#include <oneapi/dnnl/dnnl.h>
+#endif
 
 enum { EDGE = 2048, TRIES = 7 };
 
@@ -19,9 +22,18 @@ static bool own_product(const cg_gemm *gemm, const void *a, const void *b, void 
     return cg_gemm_run(gemm, a, b, c, workspace, NULL);
 }
 
+#ifdef CG_HAVE_DNNL
+enum { PRODUCTS_F32 = 2 };
 static bool library_product(const void *a, const void *b, void *c) {
     return dnnl_sgemm('N', 'N', EDGE, EDGE, EDGE, 1, a, EDGE, b, EDGE, 0, c, EDGE) == dnnl_success;
 }
+#else
+enum { PRODUCTS_F32 = 1 };
+static bool library_product(const void *a, const void *b, void *c) {
+    (void)a, (void)b, (void)c;
+    return false;
+}
+#endif
 
 double cg_gemm_peak_gflops(cg_dtype dtype) {
     const int64_t n = (int64_t)EDGE * EDGE;
@@ -40,7 +52,7 @@ double cg_gemm_peak_gflops(cg_dtype dtype) {
         else
             ((float *)a)[i] = ((float *)b)[i] = (float)x;
     }
-    for (int library = 0; ok && library < (dtype == CG_F32 ? 2 : 1); library++)
+    for (int library = 0; ok && library < (dtype == CG_F32 ? PRODUCTS_F32 : 1); library++)
         for (int i = 0; ok && i < TRIES; i++) {
             double start = now_s();
             ok = library ? library_product(a, b, c) : own_product(&gemm, a, b, c, workspace);

@@ -1,10 +1,22 @@
 #include "core/vec.h"
 
-#include <sleef.h>
+#include <math.h>
 #include <string.h>
 
-/* Loads and stores go through memcpy, which the compiler turns into one unaligned move. */
-#if defined(__AVX512F__)
+#ifdef CG_HAVE_SLEEF
+#include <sleef.h>
+#endif
+
+/* Loads and stores go through memcpy, which the compiler turns into one unaligned move. Without SLEEF a vector is one
+ * number. */
+#if !defined(CG_HAVE_SLEEF)
+typedef float vec_f32;
+typedef double vec_f64;
+#define EXP_F32 expf
+#define EXP_F64 exp
+#define LOG_F32 logf
+#define LOG_F64 log
+#elif defined(__AVX512F__)
 typedef __m512 vec_f32;
 typedef __m512d vec_f64;
 #define EXP_F32 Sleef_expf16_u10

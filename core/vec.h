@@ -1,4 +1,5 @@
-/* Elementwise exp, log and friends over arrays: a thin front over SLEEF (at most 1.0 ulp).
+/* Elementwise exp, log and friends over arrays: a thin front over SLEEF (at most 1.0 ulp), or over the C
+ * library where the build has no SLEEF.
  * x and y may be the same array. An element has the same bits wherever it stands in the array. */
 #ifndef CG_CORE_VEC_H
 #define CG_CORE_VEC_H
