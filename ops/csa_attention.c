@@ -37,6 +37,7 @@
 
 #include "ops/attributes.h"
 #include "ops/ops.h"
+#include "ops/pairs.h"
 
 enum { Q, KV, CKV, SINK, TOPK, ROWS, LSE, DOUT }; /* inputs, the last two of the gradient */
 enum { RUNS = 16, RUN_ROWS = 16 };                /* at most, at least */
@@ -225,12 +226,11 @@ static size_t workspace_bytes(const cg_node *node, bool backward) {
 static size_t csa_attention_workspace(const cg_node *node) { return workspace_bytes(node, false); }
 static size_t csa_attention_grad_workspace(const cg_node *node) { return workspace_bytes(node, true); }
 
-/* Keys of all rows: windows of one long segment, and every chosen place. */
+/* Keys of all rows, windows and chosen ones together. */
 static double keys_of(const cg_node *node) {
     double T = (double)cg_dim(node->in[Q], 0), W = (double)((const csa_attention_attr *)node->attr)->window;
-    double reach = W < T ? W : T;
-    int64_t K = node->in[TOPK] ? min64(cg_dim(node->in[TOPK], 1), cg_dim(node->in[CKV], 0)) : 0;
-    return reach * T - reach * (reach - 1) / 2 + T * (double)K;
+    double K = node->in[TOPK] ? (double)cg_dim(node->in[TOPK], 1) : 0;
+    return cg_window_pairs(T, W) + cg_chosen_pairs(T, (double)cg_dim(node->in[CKV], 0), K);
 }
 
 /* Per key and head: two products of D, and 5 for the softmax. */

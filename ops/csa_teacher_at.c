@@ -22,6 +22,7 @@
 
 #include "ops/attributes.h"
 #include "ops/ops.h"
+#include "ops/pairs.h"
 
 enum { Q, CKV, INDEX, WINDOW_LSE, SINK };
 
@@ -83,8 +84,9 @@ static size_t csa_teacher_at_workspace(const cg_node *node) {
 /* Per listed row and head: a product of D, and 6 for the shares. */
 static cg_cost csa_teacher_at_cost(const cg_node *node) {
     double H = (double)cg_dim(node->in[Q], 1), D = (double)cg_dim(node->in[Q], 2);
-    double T = (double)cg_dim(node->in[Q], 0), N = (double)cg_dim(node->in[INDEX], 1);
-    return (cg_cost){.flops = T * N * H * (2 * D + 6), .bytes = cg_node_bytes(node)};
+    double pairs = cg_chosen_pairs((double)cg_dim(node->in[Q], 0), (double)cg_dim(node->in[CKV], 0),
+                                   (double)cg_dim(node->in[INDEX], 1));
+    return (cg_cost){.flops = pairs * H * (2 * D + 6), .bytes = cg_node_bytes(node)};
 }
 
 /* clang-format off */

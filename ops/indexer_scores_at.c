@@ -24,6 +24,7 @@
 #ifndef REAL
 
 #include "ops/indexer.h"
+#include "ops/pairs.h"
 
 #include <string.h>
 
@@ -144,14 +145,16 @@ static void indexer_scores_at_build_grad(cg_graph *graph, const cg_node *node, c
 /* As if every slot were used. */
 static cg_cost indexer_scores_at_cost(const cg_node *node) {
     const cg_shape *q = &node->in[0]->shape;
-    double pairs = (double)cg_shape_count(&node->in[3]->shape);
+    double pairs =
+        cg_chosen_pairs((double)q->dims[0], (double)cg_dim(node->in[2], 0), (double)cg_dim(node->in[3], 1));
     return (cg_cost){.flops = pairs * (double)q->dims[1] * (2 * (double)q->dims[2] + 2),
                      .bytes = cg_node_bytes(node)};
 }
 
 static cg_cost indexer_scores_at_grad_cost(const cg_node *node) {
     const cg_shape *q = &node->in[1]->shape;
-    double pairs = (double)cg_shape_count(&node->in[4]->shape);
+    double pairs =
+        cg_chosen_pairs((double)q->dims[0], (double)cg_dim(node->in[3], 0), (double)cg_dim(node->in[4], 1));
     return (cg_cost){.flops = pairs * (double)q->dims[1] * (6 * (double)q->dims[2] + 3),
                      .bytes = cg_node_bytes(node)};
 }
