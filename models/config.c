@@ -9,7 +9,7 @@
 #include "core/shown.h"
 
 const cg_config_choice cg_config_tasks[] = {{"text", CG_TASK_TEXT}, {"recall", CG_TASK_RECALL}, {NULL, 0}};
-static const cg_config_choice dtypes[] = {{"f32", CG_F32}, {"f64", CG_F64}, {NULL, 0}};
+static const cg_config_choice dtypes[] = {{"f32", CG_F32}, {"f64", CG_F64}, {"bf16", CG_BF16}, {NULL, 0}};
 static const cg_config_choice supports[] = {
     {"sparse", CG_SUPPORT_SPARSE}, {"dense", CG_SUPPORT_DENSE}, {NULL, 0}};
 static const cg_config_choice teachers[] = {
@@ -69,7 +69,7 @@ const cg_config_entry cg_config_entries[] = {
     INT(accumulate, 1, 1 << 16, "micro-batches per step"),
     INT(steps, 1, INT64_C(1) << 40, "optimizer steps of the whole training"),
     INT(seed, 0, INT64_MAX, "seed of weights and data"),
-    ONE_OF(dtype, dtypes, "number format of weights and activations"),
+    ONE_OF(dtype, dtypes, "number format; bf16: of activations and products alone, summed in f32, with weights and optimizer in f32"),
     NUM(learning_rate, 0, 10, "peak step size of AdamW"),
     NUM(min_lr_ratio, 0, 1, "last learning rate as a share of the peak (cosine)"),
     INT(warmup_steps, 0, INT64_C(1) << 40, "steps of linear rise to the peak"),

@@ -17,8 +17,9 @@ typedef struct builder {
     cg_value *visible[3]; /* index lists of all visible compressed rows, where there are any */
 } builder;
 
+/* In f32 beside bf16: updates are far smaller than a step between two numbers of bf16. */
 static cg_value *param(builder *b, const char *name, cg_shape shape, cg_init init, bool decay, bool indexer) {
-    cg_value *value = cg_leaf(b->graph, CG_LEAF_PARAMETER, name, b->config->dtype, shape);
+    cg_value *value = cg_leaf(b->graph, CG_LEAF_PARAMETER, name, cg_statistic_dtype(b->config->dtype), shape);
     if (!value) return NULL;
     value->external = b->options->external;
     if (b->model->n_params == CG_MAX_PARAMS)
@@ -27,9 +28,15 @@ static cg_value *param(builder *b, const char *name, cg_shape shape, cg_init ini
     return value;
 }
 
+/* A matrix as products take it. */
+static cg_value *matrix(builder *b, cg_value *parameter) {
+    return cg_cast(b->graph, parameter, b->config->dtype);
+}
+
 /* A projection without bias: its weight [out, in] decays. */
 static cg_value *project(builder *b, cg_value *x, const char *name, int64_t out, bool indexer) {
-    return cg_linear(b->graph, x, param(b, name, CG_SHAPE(out, cg_dim(x, 1)), CG_INIT_NORMAL, true, indexer));
+    cg_value *weight = param(b, name, CG_SHAPE(out, cg_dim(x, 1)), CG_INIT_NORMAL, true, indexer);
+    return cg_linear(b->graph, x, matrix(b, weight));
 }
 
 static cg_value *normalize(builder *b, cg_value *x, const char *name, bool indexer) {
@@ -204,7 +211,7 @@ static cg_value *attention_block(builder *b, cg_value *x, cg_dsv4_layer *layer) 
     int64_t groups = c->o_groups, rank = c->o_lora_rank, group_width = n_heads / groups * width;
     cg_value *wo_a = param(b, "wo_a.weight", CG_SHAPE(groups * rank, group_width), CG_INIT_NORMAL, true, false);
     out = cg_grouped_linear(g, cg_reshape(g, out, CG_SHAPE(n_rows, groups, group_width)),
-                            cg_reshape(g, wo_a, CG_SHAPE(groups, rank, group_width)));
+                            cg_reshape(g, matrix(b, wo_a), CG_SHAPE(groups, rank, group_width)));
     return project(b, cg_reshape(g, out, CG_SHAPE(n_rows, groups * rank)), "wo_b.weight", c->hidden_size,
                    false);
 }
@@ -241,8 +248,9 @@ static void build_inputs(builder *b) {
     m->targets = cg_leaf(g, CG_LEAF_INPUT, "targets", CG_I32, CG_SHAPE(n_rows));
     m->cu_seqlens = cg_leaf(g, CG_LEAF_INPUT, "cu_seqlens", CG_I32, CG_SHAPE(n_segments + 1));
     m->seqlens = cg_leaf(g, CG_LEAF_INPUT, "seqlens", CG_I32, CG_SHAPE(n_segments));
-    m->lm_scale = cg_leaf(g, CG_LEAF_INPUT, "lm_scale", b->config->dtype, CG_SHAPE(1));
-    m->row_scale = cg_leaf(g, CG_LEAF_INPUT, "row_scale", b->config->dtype, CG_SHAPE(1));
+    const cg_dtype scalar = cg_statistic_dtype(b->config->dtype);
+    m->lm_scale = cg_leaf(g, CG_LEAF_INPUT, "lm_scale", scalar, CG_SHAPE(1));
+    m->row_scale = cg_leaf(g, CG_LEAF_INPUT, "row_scale", scalar, CG_SHAPE(1));
 }
 
 bool cg_dsv4_build(cg_graph *graph, const cg_config *config, const cg_dsv4_options *options, cg_dsv4 *model) {
@@ -252,7 +260,7 @@ bool cg_dsv4_build(cg_graph *graph, const cg_config *config, const cg_dsv4_optio
     build_inputs(&b);
     cg_value *table = param(&b, "embed.weight", CG_SHAPE(config->vocab_size, config->hidden_size),
                             CG_INIT_NORMAL, false, false);
-    cg_value *stream = cg_embedding(graph, table, model->tokens), *loss = NULL;
+    cg_value *stream = matrix(&b, cg_embedding(graph, table, model->tokens)), *loss = NULL;
     model->n_layers = (int)config->num_hidden_layers;
     for (int i = 0; i < model->n_layers && !cg_graph_error(graph); i++) {
         cg_dsv4_layer *layer = &model->layers[i];

@@ -1,6 +1,9 @@
 /* The toy DeepSeek-V4 model as a graph: attention layers of three kinds (window only, CSA, HCA, by
  * compress_ratios), pre-norm residual blocks with a dense SwiGLU, language-model loss and indexer loss.
  *
+ * In bf16 what the layers hand on is bf16, the residual stream and the logits too; parameters, their gradients, losses
+ * and whatever ops call statistics are f32. A matrix is cast once, and its copy serves forward and backward.
+ *
  * Source of the formulas: DeepSeek-V4 report (arXiv 2606.19348), sections 2.1 to 2.3; indexer loss:
  * DeepSeek-V3.2 report (arXiv 2512.02556), section 2.1, with the full attention denominator.
  */

@@ -37,9 +37,10 @@ static bool differentiate(cg_probe *probe, const cg_config *config) {
     cg_dsv4 *m = probe->model;
     cg_value *wrt[CG_MAX_PARAMS], *outputs[2] = {m->lm_loss, m->indexer_loss}, *seeds[2];
     int n_outputs = m->indexer_loss ? 2 : 1;
-    seeds[0] = probe->lm_seed = cg_leaf(g, CG_LEAF_INPUT, "lm_seed", config->dtype, CG_SHAPE(1));
+    const cg_dtype scalar = cg_statistic_dtype(config->dtype);
+    seeds[0] = probe->lm_seed = cg_leaf(g, CG_LEAF_INPUT, "lm_seed", scalar, CG_SHAPE(1));
     if (n_outputs == 2)
-        seeds[1] = probe->indexer_seed = cg_leaf(g, CG_LEAF_INPUT, "indexer_seed", config->dtype, CG_SHAPE(1));
+        seeds[1] = probe->indexer_seed = cg_leaf(g, CG_LEAF_INPUT, "indexer_seed", scalar, CG_SHAPE(1));
     for (int p = 0; p < m->n_params; p++) wrt[p] = m->params[p].value;
     if (!cg_autodiff(g, outputs, seeds, n_outputs, wrt, m->n_params, probe->grads)) return false;
     for (int p = 0; p < m->n_params; p++) cg_keep(probe->grads[p]);

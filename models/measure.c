@@ -84,6 +84,7 @@ static void build_part_graph(cg_step *step, const cg_config *c, const cg_workloa
     bool attends = part != CG_PART_INDEXER_LOSS, indexes = part != CG_PART_ATTENTION;
     cg_value *wrt[PART_GRADS], *outputs[2], *seeds[2];
     int n_wrt = 0, n_outputs = 0;
+    const cg_dtype statistic = cg_statistic_dtype(c->dtype);
     cg_value *cu_seqlens = input(g, "cu_seqlens", CG_I32, CG_SHAPE(n_segments + 1), false);
     cg_value *seqlens = input(g, "seqlens", CG_I32, CG_SHAPE(n_segments), false);
     cg_scope_push(g, "rows%d", CG_RATIO_CSA);
@@ -105,13 +106,13 @@ static void build_part_graph(cg_step *step, const cg_config *c, const cg_workloa
     } else {
         topk = input(g, "topk", CG_I32, CG_SHAPE(T, K), false);
     }
-    if (!attends) teacher = input(g, "teacher", c->dtype, CG_SHAPE(T, K), false);
+    if (!attends) teacher = input(g, "teacher", statistic, CG_SHAPE(T, K), false);
     cg_scope_pop(g);
     if (attends) {
         cg_value *q = wrt[n_wrt++] = input(g, "q", c->dtype, CG_SHAPE(T, c->num_attention_heads, D), true);
         cg_value *kv = wrt[n_wrt++] = input(g, "kv", c->dtype, CG_SHAPE(T, D), true);
         cg_value *ckv = wrt[n_wrt++] = input(g, "ckv", c->dtype, CG_SHAPE(C, D), true);
-        cg_value *sink = wrt[n_wrt++] = input(g, "sink", c->dtype, CG_SHAPE(c->num_attention_heads), true);
+        cg_value *sink = wrt[n_wrt++] = input(g, "sink", statistic, CG_SHAPE(c->num_attention_heads), true);
         cg_attention attention = cg_csa_attention(g, q, kv, ckv, sink, topk, rows, c->sliding_window,
                                                   1 / sqrt((double)D), c->teacher);
         teacher = attention.teacher;
@@ -124,7 +125,7 @@ static void build_part_graph(cg_step *step, const cg_config *c, const cg_workloa
         cg_value *loss = cg_indexer_loss(g, &indexer, topk, teacher, rows, c->indexer_loss_coeff);
         cg_scope_pop(g);
         outputs[n_outputs] = cg_keep(loss);
-        seeds[n_outputs++] = step->seed = input(g, "seed", c->dtype, CG_SHAPE(1), false);
+        seeds[n_outputs++] = step->seed = input(g, "seed", statistic, CG_SHAPE(1), false);
     }
     cg_scope_pop(g);
     cg_scope_pop(g);

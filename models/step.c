@@ -31,12 +31,12 @@ static void build_backward(cg_step *step, const cg_config *config) {
     const cg_dsv4 *m = step->model;
     cg_value *outputs[2] = {m->lm_loss, m->indexer_loss}, *wrt[CG_MAX_PARAMS];
     int n_outputs = m->indexer_loss ? 2 : 1;
-    step->seed = cg_leaf(g, CG_LEAF_INPUT, "seed", config->dtype, CG_SHAPE(1));
+    step->seed = cg_leaf(g, CG_LEAF_INPUT, "seed", cg_statistic_dtype(config->dtype), CG_SHAPE(1));
     cg_value *seeds[2] = {step->seed, step->seed};
     for (int p = 0; p < m->n_params; p++) wrt[p] = m->params[p].value;
     if (!cg_autodiff(g, outputs, seeds, n_outputs, wrt, m->n_params, step->grads)) return;
     if (config->accumulate <= 1) return;
-    step->keep = cg_leaf(g, CG_LEAF_INPUT, "keep", config->dtype, CG_SHAPE(1));
+    step->keep = cg_leaf(g, CG_LEAF_INPUT, "keep", cg_statistic_dtype(config->dtype), CG_SHAPE(1));
     for (int p = 0; p < m->n_params && !cg_graph_error(g); p++) {
         cg_value *sum = companion(g, wrt[p], CG_LEAF_GRADIENT, "grad");
         strcpy(g->scope, wrt[p]->scope);
@@ -49,7 +49,7 @@ static void build_backward(cg_step *step, const cg_config *config) {
 static void build_optimizer(cg_step *step, const cg_config *config) {
     cg_graph *g = step->graph;
     const cg_dsv4 *m = step->model;
-    step->schedule = cg_leaf(g, CG_LEAF_INPUT, "schedule", config->dtype, CG_SHAPE(2));
+    step->schedule = cg_leaf(g, CG_LEAF_INPUT, "schedule", cg_statistic_dtype(config->dtype), CG_SHAPE(2));
     step->grad_norm = cg_keep(cg_global_norm(g, step->grads, m->n_params));
     for (int p = 0; p < m->n_params && !cg_graph_error(g); p++) {
         const cg_dsv4_param *param = &m->params[p];

@@ -311,7 +311,7 @@ START_TEST(values_that_look_like_a_setting) {
     refuse_set("task", "Recall", "task must be one of text, recall, got \"Recall\"");
     refuse_set("teacher", "none", "teacher must be one of full, sink, compressed, got \"none\"");
     refuse_set("support", "", "support must be one of sparse, dense, got \"\"");
-    refuse_set("dtype", "bf16", "dtype must be one of f32, f64");
+    refuse_set("dtype", "f16", "dtype must be one of f32, f64, bf16, got \"f16\"");
     refuse_set("policy", "save all", "policy must be save, recompute, stream");
     char policy[CG_POLICY_BYTES + 1];
     memset(policy, 'a', CG_POLICY_BYTES);

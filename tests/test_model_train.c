@@ -146,6 +146,51 @@ START_TEST(stop_and_resume_gives_the_same_bits) {
 }
 END_TEST
 
+/* Checkpoints hold what bf16 trains, f32: a run may go on in the other of the two, from the same weights. */
+START_TEST(checkpoints_of_f32_and_bf16_are_alike) {
+    cg_config in_f32 = small_config(), in_bf16 = in_f32, in_f64 = in_f32;
+    in_bf16.dtype = CG_BF16;
+    in_f64.dtype = CG_F64;
+    cg_feed *feed = feed_of(&in_f32);
+    char dir[] = "/tmp/csagrad-test-XXXXXX", path[256], again[256];
+    ck_assert_ptr_nonnull(mkdtemp(dir));
+    snprintf(path, sizeof path, "%s/a", dir);
+    snprintf(again, sizeof again, "%s/b", dir);
+    cg_error error = {0};
+    cg_metrics f32[4], bf16[4];
+    cg_trainer *a = trainer_of(&in_f32, feed);
+    train(a, 2, f32);
+    ck_assert(cg_trainer_save(a, path, &error));
+    train(a, 2, f32 + 2);
+    cg_trainer_free(a);
+    a = trainer_from(&in_bf16, feed, path);
+    ck_assert(cg_trainer_save(a, again, &error));
+    train(a, 2, bf16 + 2);
+    for (int i = 2; i < 4; i++) {
+        ck_assert(bf16[i].lm_loss != f32[i].lm_loss);
+        ck_assert(fabs(bf16[i].lm_loss - f32[i].lm_loss) < 1e-2);
+        ck_assert_int_eq(bf16[i].measured_peak_bytes, bf16[i].planned_peak_bytes);
+    }
+    cg_trainer_free(a);
+    cg_safetensors *one = cg_safetensors_open(path, &error), *two = cg_safetensors_open(again, &error);
+    ck_assert(one && two);
+    for (int i = 0; i < cg_safetensors_count(one); i++) {
+        const cg_named_tensor *x = cg_safetensors_at(one, i);
+        const cg_tensor *y = cg_safetensors_find(two, x->name);
+        ck_assert_ptr_nonnull(y);
+        ck_assert_int_eq(y->dtype, CG_F32);
+        ck_assert(!memcmp(x->tensor.data, y->data, (size_t)cg_tensor_bytes(CG_F32, &y->shape)));
+    }
+    cg_safetensors_close(one);
+    cg_safetensors_close(two);
+    expect_checkpoint_refused(&in_f64, feed, path, "is f32 [");
+    unlink(path);
+    unlink(again);
+    rmdir(dir);
+    cg_feed_free(feed);
+}
+END_TEST
+
 START_TEST(damaged_checkpoint_is_refused) {
     cg_config config = small_config();
     cg_feed *feed = feed_of(&config);
@@ -378,5 +423,6 @@ START_TEST(micro_batches_weigh_by_their_tokens) {
 END_TEST
 
 SUITE("train", same_bits_on_any_number_of_threads, stop_and_resume_gives_the_same_bits,
-      damaged_checkpoint_is_refused, checkpoint_of_another_model_is_refused, policies_agree,
-      repeated_micro_batches_change_nothing, micro_batches_weigh_by_their_tokens)
+      checkpoints_of_f32_and_bf16_are_alike, damaged_checkpoint_is_refused,
+      checkpoint_of_another_model_is_refused, policies_agree, repeated_micro_batches_change_nothing,
+      micro_batches_weigh_by_their_tokens)

@@ -112,7 +112,7 @@ static const struct argp_option options[] = {
      .key = KEY_DTYPE,
      .arg = "NAME",
      .group = GROUP_OUTPUT,
-     .doc = "f32, f64 or bf16; all is computed in f64 from inputs rounded to it (default: f32)"},
+     .doc = "f32, f64 or bf16; all is computed in f64 from inputs rounded to it (default: the configuration's)"},
     {.name = "index",
      .key = KEY_INDEX,
      .arg = "NAME",
@@ -154,7 +154,8 @@ static bool read_form(const arguments *a, cg_dump_form *form, cg_error *error) {
     static const char *const indices[] = {"local", "global", NULL}, *const bases[] = {"e", "2", NULL},
                              *const dtypes[] = {"f32", "f64", "bf16", NULL};
     static const cg_dtype dtype_of[] = {CG_F32, CG_F64, CG_BF16};
-    int layout = CG_LAYOUT_THD, index = 0, base = 0, dtype = a->model.config.dtype == CG_F64;
+    int layout = CG_LAYOUT_THD, index = 0, base = 0, dtype = 0;
+    while (dtypes[dtype + 1] && dtype_of[dtype] != a->model.config.dtype) dtype++;
     if (!word("--layout", a->layout, cg_dump_layout_names, &layout, error) ||
         !word("--index", a->index, indices, &index, error) || !word("--lse", a->lse, bases, &base, error) ||
         !word("--dtype", a->dtype, dtypes, &dtype, error))

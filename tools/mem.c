@@ -44,7 +44,7 @@ typedef struct arguments {
     bool json, no_optimizer, warm_up, plan_only, verify, values, pareto;
     /* read from the texts above */
     int64_t seq[MAX_SIZES];
-    cg_dtype dtype[2];
+    cg_dtype dtype[CG_DTYPES];
     const char *policy[TOOL_SETTINGS + 3];
     int n_seqs, n_dtypes, n_policies, n_segments, n_runs;
     int32_t cu_seqlens[MAX_SEGMENTS + 1], seqlens[MAX_SEGMENTS];
@@ -132,7 +132,7 @@ static const struct argp_option options[] = {
      .key = KEY_DTYPES,
      .arg = "NAME,...",
      .group = GROUP_INPUT,
-     .doc = "number formats, a row each: f32, f64 (default: that of the configuration)"},
+     .doc = "number formats, a row each: f32, f64, bf16 (default: that of the configuration)"},
     {.name = "segments",
      .key = KEY_SEGMENTS,
      .arg = "REAL[/PHYSICAL],...",

@@ -22,9 +22,10 @@ static const shortcut shortcuts[] = {
     {"--task", "task"},     {"--seq", "seq_len"},     {"--batch", "batch_size"},
     {"--seed", "seed"},     {"--teacher", "teacher"}, {"--support", "support"},
     {"--policy", "policy"}, {"--steps", "steps"},     {"--indexer-warmup", "indexer_warmup"},
+    {"--dtype", "dtype"},
 };
 
-enum { TASK, SEQ, BATCH, SEED, TEACHER, SUPPORT, POLICY, STEPS, INDEXER_WARMUP };
+enum { TASK, SEQ, BATCH, SEED, TEACHER, SUPPORT, POLICY, STEPS, INDEXER_WARMUP, DTYPE };
 
 #define SHORTCUT(place, word, value, number)                                                                   \
     { .name = word, .key = KEY_FIRST + place, .arg = value, .doc = "", .group = number }
@@ -62,6 +63,7 @@ static const struct argp_option model_options[] = {
 static const struct argp_option training_options[] = {
     SHORTCUT(STEPS, "steps", "N", GROUP_INPUT),
     SHORTCUT(INDEXER_WARMUP, "indexer-warmup", "STEPS", GROUP_MODEL),
+    SHORTCUT(DTYPE, "dtype", "NAME", GROUP_MODEL),
     {0}};
 
 static void add_setting(struct argp_state *state, const char *option, const char *key, size_t key_length,

@@ -49,7 +49,7 @@ typedef struct tool_model {
 } tool_model;
 
 extern const struct argp tool_model_argp;    /* --config --set --task --seq --batch --seed ... */
-extern const struct argp tool_training_argp; /* --steps --indexer-warmup */
+extern const struct argp tool_training_argp; /* --steps --indexer-warmup --dtype */
 
 /* Parse a command line. Arguments beside options are refused unless argp.args_doc names some. A bad line ends the
  * program: one sentence, exit code 2. */
