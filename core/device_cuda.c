@@ -84,9 +84,12 @@ static void read_facts(cg_device *device, const struct cudaDeviceProp *p) {
 cg_device *cg_device_open(int index, cg_error *error) {
     int n = 0;
     struct cudaDeviceProp properties;
+    int driver = 0;
     cudaError_t status = cudaGetDeviceCount(&n);
-    if (status != cudaSuccess) {
-        cg_fail(error, CG_NO_DEVICE, "no CUDA device can be used: %s", cudaGetErrorString(status));
+    if (status != cudaSuccess) { /* without a driver, the reason given is that it is too old */
+        bool none = cudaDriverGetVersion(&driver) == cudaSuccess && !driver;
+        cg_fail(error, CG_NO_DEVICE, "no CUDA device can be used: %s%s%s",
+                none ? "no driver is installed (" : "", cudaGetErrorString(status), none ? ")" : "");
         return NULL;
     }
     if (index < 0 || index >= n) {

@@ -30,6 +30,7 @@ struct block {
     int64_t bytes;
     void *mapping; /* with its guard page; unused under AddressSanitizer */
     size_t mapped;
+    bool open;
 };
 
 size_t page() { return (size_t)sysconf(_SC_PAGESIZE); }
@@ -105,8 +106,16 @@ struct cg_event {
 
 namespace {
 
-void open_memory(const cg_device *device, bool open) {
-    for (const block &b : device->blocks) block_open(b, open);
+/* With a block per value, closing all of them around each launch would take longer than the launches; the same work is
+ * tested in one arena too. */
+const size_t most_closed = 8;
+
+void open_memory(cg_device *device, bool open) {
+    for (block &b : device->blocks) {
+        if (b.open == open || (!open && device->blocks.size() > most_closed)) continue;
+        block_open(b, open);
+        b.open = open;
+    }
 }
 
 bool is_device(const cg_device *device, const void *p, int64_t bytes) {
@@ -184,7 +193,7 @@ void *cg_device_alloc(cg_device *device, int64_t bytes, cg_error *error) {
     int64_t unused;
     if (!expect_direct(device, "allocate", error)) return nullptr;
     cg_device_free_bytes(device, &unused, nullptr);
-    block b = {nullptr, bytes, nullptr, 0};
+    block b = {nullptr, bytes, nullptr, 0, false};
     if (bytes > unused || !block_new(&b)) {
         cg_fail(error, CG_FAILED, "the CPU in the place of a CUDA device refuses %lld bytes", (long long)bytes);
         return nullptr;

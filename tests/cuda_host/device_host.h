@@ -1,7 +1,7 @@
 /* The CPU in the place of a device (core/device.h), for tests: memory is memory, and what is queued runs at once, or
  * goes to a recording. Launches of the files in ops/cuda come here and run as tests/cuda_host/cuda_host.h says.
  *
- * Memory of the device is closed to everyone but queued work: a launch function that reads its data, or a caller that
+ * Memory of the device, while it is few blocks, is closed to everyone but queued work: a launch function that reads its data, or a caller that
  * takes a device pointer for one of its own, ends with a fault. Each block ends where it ends: under AddressSanitizer
  * to the byte, without it to 256 bytes. */
 #ifndef TESTS_CUDA_HOST_DEVICE_HOST_H
