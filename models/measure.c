@@ -201,7 +201,7 @@ bool cg_measure_plan(const cg_workload *w, cg_step *step, cg_measurement *out, c
                            .keep_topk = w->keep_results,
                            .keep_gradients = w->no_optimizer || w->keep_results,
                            .no_optimizer = w->no_optimizer,
-                           .plan = {.keep_cloned_originals = w->verify_recompute}};
+                           .plan = {.backend = w->backend, .keep_cloned_originals = w->verify_recompute}};
     bool ok = w->part == CG_PART_STEP ? cg_step_build(step, &config, &how, error)
                                       : build_part(step, &config, w, &how.plan, error);
     if (!ok) return false;
@@ -368,8 +368,6 @@ typedef struct child {
     const cg_workload *workload;
     const cg_step *step;
     int n_runs, n_threads;
-    double *times; /* [n_runs, n_steps] */
-    double *row;   /* of the run at hand; NULL while warming up */
     report *report;
 } child;
 
@@ -391,8 +389,32 @@ static double median(double *x, int n) {
 
 static void note_time(void *context, int step, const cg_node *node, double us) {
     (void)node;
-    child *c = context;
-    if (c->row) c->row[step] = us;
+    double **row = context;
+    (*row)[step] = us;
+}
+
+bool cg_measure_time(cg_exec *exec, int n_steps, int n_runs, double *node_us, double *step_us,
+                     cg_error *error) {
+    double *times = calloc((size_t)n_runs * (size_t)n_steps + 1, sizeof *times);
+    double *column = calloc((size_t)n_runs + 1, sizeof *column), *row = times;
+    bool ok = times && column;
+    if (!ok) cg_fail(error, CG_FAILED, "out of memory for the times of %d runs", n_runs);
+    if (node_us) cg_exec_watch(exec, note_time, &row);
+    for (int i = 0; ok && i < n_runs; i++) {
+        row = times + (size_t)i * (size_t)n_steps;
+        double start = now_us();
+        ok = cg_exec_run(exec, CG_ALL_PASSES, error);
+        column[i] = now_us() - start;
+    }
+    cg_exec_watch(exec, NULL, NULL);
+    if (ok) *step_us = median(column, n_runs);
+    for (int t = 0; ok && node_us && t < n_steps; t++) {
+        for (int i = 0; i < n_runs; i++) column[i] = times[(size_t)i * (size_t)n_steps + (size_t)t];
+        node_us[t] = median(column, n_runs);
+    }
+    free(times);
+    free(column);
+    return ok;
 }
 
 /* A small step of the same kind: the threads with their stacks, and what libraries load and generate when they are
@@ -417,12 +439,7 @@ static bool warm_up(const cg_workload *measured, cg_error *error) {
 
 static bool run_child(child *c) {
     report *r = c->report;
-    int n_steps = c->step->plan->n_steps, n_runs = c->n_runs;
-    c->times = calloc((size_t)n_runs * (size_t)n_steps + 1, sizeof *c->times);
-    double *column = calloc((size_t)n_runs, sizeof *column);
     if (!warm_up(c->workload, &r->error)) return false;
-    if (!c->times || !column)
-        return cg_fail(&r->error, CG_FAILED, "out of memory for the times of %d runs", n_runs);
     cg_process_forget_peak();
     int64_t resident = cg_process_resident_bytes();
     cg_exec_options options = {.verify_recompute = c->workload->verify_recompute};
@@ -431,18 +448,8 @@ static bool run_child(child *c) {
     cg_measure_fill(c->workload, c->step, exec);
     if (!cg_exec_run(exec, CG_ALL_PASSES, &r->error)) return false;
     r->loss = loss_of(c->step, exec);
-    cg_exec_watch(exec, note_time, c);
-    for (int i = 0; i < n_runs; i++) {
-        c->row = c->times + (size_t)i * (size_t)n_steps;
-        double start = now_us();
-        if (!cg_exec_run(exec, CG_ALL_PASSES, &r->error)) return false;
-        column[i] = now_us() - start;
-    }
-    r->step_us = median(column, n_runs);
-    for (int t = 0; t < n_steps; t++) {
-        for (int i = 0; i < n_runs; i++) column[i] = c->times[(size_t)i * (size_t)n_steps + (size_t)t];
-        r->node_us[t] = median(column, n_runs);
-    }
+    if (!cg_measure_time(exec, c->step->plan->n_steps, c->n_runs, r->node_us, &r->step_us, &r->error))
+        return false;
     r->measured_bytes = cg_exec_measured_bytes(exec);
     int64_t mark = cg_process_peak_bytes();
     r->rss_bytes = resident >= 0 && mark >= 0 ? mark - resident : -1;
@@ -501,6 +508,7 @@ static bool run_in_child(child *c, cg_error *error) {
 
 bool cg_measure_run(const cg_workload *w, int n_runs, cg_step *step, cg_measurement *out, cg_error *error) {
     if (!cg_measure_plan(w, step, out, error)) return false;
+    if (w->backend) return cg_fail(error, CG_BAD_INPUT, "a device cannot be used in a child process");
     if (n_runs < 1) return cg_fail(error, CG_BAD_INPUT, "a measurement needs at least 1 run, got %d", n_runs);
     size_t times = (size_t)out->n_steps * sizeof(double), bytes = sizeof(report) + times;
     report *shared = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

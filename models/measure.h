@@ -29,8 +29,9 @@ typedef struct cg_workload {
     const int32_t *cu_seqlens, *seqlens;
     int64_t max_segments; /* the graph has room for so many, empty ones behind; 0: as many as there are */
     bool no_optimizer, attend_all;
-    bool verify_recompute; /* compare every clone with its original while it runs */
-    bool keep_results;     /* gradients and selections stay readable behind a run, which takes memory */
+    bool verify_recompute;     /* compare every clone with its original while it runs */
+    bool keep_results;         /* gradients and selections stay readable behind a run, which takes memory */
+    const cg_backend *backend; /* where it is planned for; NULL: the CPU */
 } cg_workload;
 
 typedef struct cg_measurement {
@@ -60,9 +61,14 @@ bool cg_measure_plan(const cg_workload *workload, cg_step *step, cg_measurement 
 
 /* The same, then run on generated inputs (by the config's seed), once to warm up and n_runs >= 1 times for the
  * clock. Inputs are the same for every policy, so losses can be compared. Runs in a child process, so that the
- * operating system's high-water mark is that of this step alone and an end by lack of memory is an error here. */
+ * operating system's high-water mark is that of this step alone and an end by lack of memory is an error here. On the CPU alone: no
+ * device lives on in a child. */
 bool cg_measure_run(const cg_workload *workload, int n_runs, cg_step *step, cg_measurement *out,
                     cg_error *error);
+
+/* Time n_runs runs of an executor whose inputs are there: medians of the whole and, by step of its plan, of each node.
+ * node_us NULL: nodes are not timed one by one, and a device plays its recording. */
+bool cg_measure_time(cg_exec *exec, int n_steps, int n_runs, double *node_us, double *step_us, cg_error *error);
 
 /* Write those inputs, parameters and moments into an executor of the step. */
 void cg_measure_fill(const cg_workload *workload, const cg_step *step, cg_exec *exec);

@@ -18,7 +18,7 @@
 #include "core/file.h"
 #include "core/roofline.h"
 #include "core/threads.h"
-#include "models/measure.h"
+#include "tools/bench_row.h"
 #include "tools/options.h"
 #include "tools/table.h"
 
@@ -36,54 +36,20 @@ enum {
 
 enum { MAX_ITEMS = 32, MAX_RUNS = 1000 };
 
-/* What is measured: a part of a layer, the layer, the whole model's step. */
-typedef struct part {
-    const char *name;
-    cg_part part;
-    bool no_optimizer, whole_model;
-} part;
-
-static const part parts[] = {{"indexer-loss", CG_PART_INDEXER_LOSS, false, false},
-                             {"attention", CG_PART_ATTENTION, false, false},
-                             {"attention+loss", CG_PART_ATTENTION_LOSS, false, false},
-                             {"layer", CG_PART_STEP, true, false},
-                             {"step", CG_PART_STEP, false, true}};
-
-enum { N_PARTS = sizeof parts / sizeof *parts };
-
 typedef struct arguments {
     tool_model model;
     const char *dims, *seqs, *parts, *dtypes, *runs, *save, *compare, *tolerance;
     bool json, ops;
-    const part *part[N_PARTS];
+    const bench_part *part[BENCH_PARTS];
     int64_t seq[MAX_ITEMS];
     cg_dtype dtype[2];
     int n_parts, n_seqs, n_dtypes, n_runs;
     double slower; /* from which ratio of times on a row counts as slower */
 } arguments;
 
-/* One op in one pass, all its nodes together. */
-typedef struct op_row {
-    const char *op;
-    cg_pass pass;
-    int n_nodes;
-    double us, flops, bytes;
-} op_row;
-
-typedef struct row {
-    const char *name, *dims, *policy;
-    int64_t seq;
-    cg_dtype dtype;
-    int64_t extra_peak_bytes, rss_peak_bytes;
-    double loss; /* NaN: the attention alone has none */
-    double us[CG_PASSES], step_us, flops, bytes, peak_gflops;
-    op_row *ops; /* dearest first */
-    int n_ops;
-} row;
-
 typedef struct report {
     double gemm_gflops[2], memory_gbytes; /* f32, f64 (0: not needed) */
-    row *rows;
+    bench_row *rows;
     int n_rows;
 } report;
 
@@ -204,17 +170,18 @@ static bool next_item(const char **list, char *text, size_t bytes) {
 }
 
 static bool read_parts(arguments *a, cg_error *error) {
-    const char *names[N_PARTS];
+    const char *names[BENCH_PARTS];
     char item[40];
-    for (int p = 0; p < N_PARTS; p++) names[p] = parts[p].name;
-    for (int p = 0; !a->parts && p < N_PARTS; p++) a->part[a->n_parts++] = &parts[p];
+    for (int p = 0; p < BENCH_PARTS; p++) names[p] = bench_parts[p].name;
+    for (int p = 0; !a->parts && p < BENCH_PARTS; p++) a->part[a->n_parts++] = &bench_parts[p];
     for (const char *list = a->parts; next_item(&list, item, sizeof item);) {
         int p = 0;
-        while (p < N_PARTS && strcmp(item, names[p])) p++;
-        if (p == N_PARTS) return tool_unknown("--parts", item, names, N_PARTS, error);
+        while (p < BENCH_PARTS && strcmp(item, names[p])) p++;
+        if (p == BENCH_PARTS) return tool_unknown("--parts", item, names, BENCH_PARTS, error);
         for (int k = 0; k < a->n_parts; k++)
-            if (a->part[k] == &parts[p]) return cg_fail(error, CG_BAD_INPUT, "--parts names %s twice", item);
-        a->part[a->n_parts++] = &parts[p];
+            if (a->part[k] == &bench_parts[p])
+                return cg_fail(error, CG_BAD_INPUT, "--parts names %s twice", item);
+        a->part[a->n_parts++] = &bench_parts[p];
     }
     return true;
 }
@@ -270,36 +237,7 @@ static bool read_arguments(arguments *a, cg_error *error) {
 
 /* ---- measuring ---- */
 
-static int dearer(const void *a, const void *b) {
-    const op_row *x = a, *y = b;
-    if (x->us != y->us) return x->us < y->us ? 1 : -1;
-    int order = strcmp(x->op, y->op);
-    return order ? order : (int)x->pass - (int)y->pass;
-}
-
-static bool add_nodes(row *r, const cg_plan *plan, const double *node_us, cg_error *error) {
-    r->ops = calloc((size_t)plan->n_steps + 1, sizeof *r->ops);
-    if (!r->ops) return cg_fail(error, CG_FAILED, "out of memory for the times of %d nodes", plan->n_steps);
-    for (int t = 0; t < plan->n_steps; t++) {
-        const cg_node *node = plan->steps[t];
-        if (node->op->alias) continue;
-        cg_cost cost = node->op->cost ? node->op->cost(node) : (cg_cost){0, cg_node_bytes(node)};
-        int k = 0;
-        while (k < r->n_ops && (strcmp(r->ops[k].op, node->op->name) || r->ops[k].pass != node->pass)) k++;
-        if (k == r->n_ops) r->ops[r->n_ops++] = (op_row){.op = node->op->name, .pass = node->pass};
-        r->ops[k].n_nodes++;
-        r->ops[k].us += node_us[t];
-        r->ops[k].flops += cost.flops;
-        r->ops[k].bytes += cost.bytes;
-        r->us[node->pass] += node_us[t];
-        r->flops += cost.flops;
-        r->bytes += cost.bytes;
-    }
-    qsort(r->ops, (size_t)r->n_ops, sizeof *r->ops, dearer);
-    return true;
-}
-
-static bool save(const arguments *a, const cg_workload *w, const row *r, cg_error *error) {
+static bool save(const arguments *a, const cg_workload *w, const bench_row *r, cg_error *error) {
     char path[4096];
     int bytes = snprintf(path, sizeof path, "%s/%s-%s-%lld-%s.safetensors", a->save, r->name, r->dims,
                          (long long)r->seq, cg_dtype_name(r->dtype));
@@ -308,7 +246,8 @@ static bool save(const arguments *a, const cg_workload *w, const row *r, cg_erro
     return cg_measure_save(w, path, error);
 }
 
-static bool measure(const arguments *a, const part *p, int64_t seq, cg_dtype dtype, row *r, cg_error *error) {
+static bool measure(const arguments *a, const bench_part *p, int64_t seq, cg_dtype dtype, bench_row *r,
+                    cg_error *error) {
     cg_workload w = {.config = a->model.config, .part = p->part, .no_optimizer = p->no_optimizer};
     if (!p->whole_model) {
         cg_config_dims(a->dims, &w.config);
@@ -318,11 +257,11 @@ static bool measure(const arguments *a, const part *p, int64_t seq, cg_dtype dty
     }
     w.config.dtype = dtype;
     if (!cg_config_check(&w.config, error)) return false;
-    *r = (row){.name = p->name,
-               .dims = p->whole_model ? "config" : a->dims,
-               .policy = a->model.config.policy,
-               .seq = w.config.seq_len,
-               .dtype = dtype};
+    *r = (bench_row){.name = p->name,
+                     .dims = p->whole_model ? "config" : a->dims,
+                     .policy = a->model.config.policy,
+                     .seq = w.config.seq_len,
+                     .dtype = dtype};
     cg_step step;
     cg_measurement m = {0};
     bool ok = cg_measure_run(&w, a->n_runs, &step, &m, error) && (!a->save || save(a, &w, r, error));
@@ -331,7 +270,7 @@ static bool measure(const arguments *a, const part *p, int64_t seq, cg_dtype dty
         r->rss_peak_bytes = m.rss_peak_bytes;
         r->loss = m.loss;
         r->step_us = m.step_us;
-        ok = add_nodes(r, step.plan, m.node_us, error);
+        ok = bench_row_add_nodes(r, step.plan, m.node_us, error);
     } else {
         cg_error_at(error, "%s at %lld tokens", p->name, (long long)w.config.seq_len);
     }
@@ -342,7 +281,7 @@ static bool measure(const arguments *a, const part *p, int64_t seq, cg_dtype dty
 
 static bool measure_all(const arguments *a, report *out, cg_error *error) {
     if (a->save && !cg_folder_make(a->save, error)) return false;
-    out->rows = calloc((size_t)(N_PARTS * MAX_ITEMS * 2), sizeof *out->rows);
+    out->rows = calloc((size_t)(BENCH_PARTS * MAX_ITEMS * 2), sizeof *out->rows);
     if (!out->rows) return cg_fail(error, CG_FAILED, "out of memory for rows");
     for (int d = 0; d < a->n_dtypes; d++) {
         bool f64 = a->dtype[d] == CG_F64;
@@ -355,7 +294,7 @@ static bool measure_all(const arguments *a, report *out, cg_error *error) {
     for (int p = 0; p < a->n_parts; p++)
         for (int d = 0; d < a->n_dtypes; d++)
             for (int s = 0; s < (a->part[p]->whole_model ? 1 : a->n_seqs); s++) {
-                row *r = &out->rows[out->n_rows];
+                bench_row *r = &out->rows[out->n_rows];
                 if (!measure(a, a->part[p], a->seq[s], a->dtype[d], r, error)) return false;
                 r->peak_gflops = out->gemm_gflops[r->dtype == CG_F64];
                 out->n_rows++;
@@ -370,11 +309,7 @@ static void report_free(report *r) {
 
 /* ---- output ---- */
 
-static double backward_us(const row *r) { return r->us[CG_BACKWARD] + r->us[CG_RECOMPUTE]; }
-
-static double node_us(const row *r) { return r->us[CG_FORWARD] + backward_us(r) + r->us[CG_OPTIMIZE]; }
-
-static double gflops_of(const row *r) { return r->flops / node_us(r) * 1e-3; }
+static double gflops_of(const bench_row *r) { return r->flops / bench_row_us(r) * 1e-3; }
 
 static void print_rows(const report *out) {
     printf("matrix product %.1f GFLOP/s in f32", out->gemm_gflops[0]);
@@ -386,33 +321,33 @@ static void print_rows(const report *out) {
                                          "GFLOP/s",    "of the product", "GB/s",     "extra peak MiB"};
     for (size_t c = 0; c < sizeof titles / sizeof *titles; c++) table_cell(t, "%s", titles[c]);
     for (int i = 0; i < out->n_rows; i++) {
-        const row *r = &out->rows[i];
+        const bench_row *r = &out->rows[i];
         table_cell(t, "%s", r->name);
         table_cell(t, "%s", r->dims);
         table_cell(t, "%lld", (long long)r->seq);
         table_cell(t, "%s", cg_dtype_name(r->dtype));
         table_cell(t, "%.3f", r->us[CG_FORWARD] / 1e3);
-        table_cell(t, "%.3f", backward_us(r) / 1e3);
+        table_cell(t, "%.3f", bench_row_backward_us(r) / 1e3);
         table_cell(t, "%.3f", r->us[CG_OPTIMIZE] / 1e3);
         table_cell(t, "%.3f", r->flops / 1e9);
         table_cell(t, "%.1f", gflops_of(r));
         table_cell(t, "%.0f %%", 100 * gflops_of(r) / r->peak_gflops);
-        table_cell(t, "%.1f", r->bytes / node_us(r) * 1e-3);
+        table_cell(t, "%.1f", r->bytes / bench_row_us(r) * 1e-3);
         table_cell(t, "%.3f", (double)r->extra_peak_bytes / 1048576);
     }
     table_print(t);
 }
 
 /* The roof of an op: the time that its FLOPs or its bytes take at least, whichever is more. */
-static void print_ops(const report *out, const row *r) {
+static void print_ops(const report *out, const bench_row *r) {
     printf("\n%s, %s, %lld tokens, %s: %.3f ms, of which ops %.1f %%\n", r->name, r->dims, (long long)r->seq,
-           cg_dtype_name(r->dtype), r->step_us / 1e3, 100 * node_us(r) / r->step_us);
+           cg_dtype_name(r->dtype), r->step_us / 1e3, 100 * bench_row_us(r) / r->step_us);
     table *t = table_new("llrrrrrrlr");
     static const char *const titles[] = {"op",      "pass", "nodes",     "ms",       "of the step",
                                          "GFLOP/s", "GB/s", "FLOP/byte", "bound by", "of its roof"};
     for (size_t c = 0; c < sizeof titles / sizeof *titles; c++) table_cell(t, "%s", titles[c]);
     for (int k = 0; k < r->n_ops; k++) {
-        const op_row *o = &r->ops[k];
+        const bench_op *o = &r->ops[k];
         double compute_us = o->flops / r->peak_gflops * 1e-3, memory_us = o->bytes / out->memory_gbytes * 1e-3;
         double roof_us = compute_us > memory_us ? compute_us : memory_us;
         table_cell(t, "%s", o->op);
@@ -429,10 +364,10 @@ static void print_ops(const report *out, const row *r) {
     table_print(t);
 }
 
-static json_t *row_json(const row *r) {
+static json_t *row_json(const bench_row *r) {
     json_t *ops = json_array();
     for (int k = 0; k < r->n_ops; k++) {
-        const op_row *o = &r->ops[k];
+        const bench_op *o = &r->ops[k];
         json_array_append_new(ops, json_pack("{s:s, s:s, s:i, s:f, s:f, s:f}", "op", o->op, "pass",
                                              cg_pass_name(o->pass), "nodes", o->n_nodes, "us", o->us, "flops",
                                              o->flops, "bytes", o->bytes));
@@ -440,7 +375,7 @@ static json_t *row_json(const row *r) {
     json_t *json = json_pack(
         "{s:s, s:s, s:I, s:s, s:s, s:i, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:I, s:I, s:o}", "name",
         r->name, "dims", r->dims, "seq", (json_int_t)r->seq, "dtype", cg_dtype_name(r->dtype), "policy",
-        r->policy, "threads", cg_threads(), "fwd_us", r->us[CG_FORWARD], "bwd_us", backward_us(r),
+        r->policy, "threads", cg_threads(), "fwd_us", r->us[CG_FORWARD], "bwd_us", bench_row_backward_us(r),
         "optimize_us", r->us[CG_OPTIMIZE], "step_us", r->step_us, "flops", r->flops, "bytes", r->bytes,
         "gflops", gflops_of(r), "peak_share", gflops_of(r) / r->peak_gflops, "extra_peak_bytes",
         (json_int_t)r->extra_peak_bytes, "rss_peak_bytes", (json_int_t)r->rss_peak_bytes, "ops", ops);
@@ -484,7 +419,7 @@ static json_t *load_old(const char *path, cg_error *error) {
     return NULL;
 }
 
-static const json_t *find_old(const json_t *root, const row *r) {
+static const json_t *find_old(const json_t *root, const bench_row *r) {
     size_t i;
     json_t *old;
     json_array_foreach(json_object_get(root, "rows"), i, old) {
@@ -510,11 +445,11 @@ static int print_comparison(const report *out, const json_t *old, double slower)
     for (size_t c = 0; c < sizeof titles / sizeof *titles; c++) table_cell(t, "%s", titles[c]);
     int n_slower = 0, n_found = 0;
     for (int i = 0; i < out->n_rows; i++) {
-        const row *r = &out->rows[i];
+        const bench_row *r = &out->rows[i];
         const json_t *was = find_old(old, r);
         if (!was) continue;
         double forward = r->us[CG_FORWARD] / json_number_value(json_object_get(was, "fwd_us")) / clock;
-        double backward = backward_us(r) / json_number_value(json_object_get(was, "bwd_us")) / clock;
+        double backward = bench_row_backward_us(r) / json_number_value(json_object_get(was, "bwd_us")) / clock;
         bool is_slower = forward > slower || backward > slower;
         n_found++;
         n_slower += is_slower;
