@@ -1,7 +1,6 @@
 /* Measures one part on a device, for tools/gpu-check: no Jansson, no file but the one asked for, a process per figure, so
  * that a part that fails leaves the others alone.
  *
- *     gpu_bench facts                                      what the device is
  *     gpu_bench repeat PART DIMS TOKENS DTYPE RUNS         the same bits in all runs, and close to the CPU
  *     gpu_bench time PART DIMS TOKENS DTYPE RUNS FILE      a row of a table, and one of JSON at the end of FILE
  *
@@ -261,29 +260,18 @@ static bool time_part(const task *t, const char *path, cg_error *error) {
     return ok;
 }
 
-/* ---- */
-
-static void print_facts(const cg_device *device) {
-    cg_device_facts f;
-    cg_device_facts_of(device, &f);
-    printf("%s, compute capability %d.%d, %d multiprocessors, %.1f GiB; %s%s\n", f.name, f.sm / 10, f.sm % 10,
-           f.multiprocessors, (double)f.memory_bytes / 1073741824, f.driver, f.emulated ? " (emulated)" : "");
-}
-
 int main(int argc, char **argv) {
-    const bool facts = argc == 2 && !strcmp(argv[1], "facts"),
-               repeats = argc == 7 && !strcmp(argv[1], "repeat"), times = argc == 8 && !strcmp(argv[1], "time");
+    const bool repeats = argc == 7 && !strcmp(argv[1], "repeat"), times = argc == 8 && !strcmp(argv[1], "time");
     cg_error error = {0};
     task t = {0};
-    if (!facts && !repeats && !times) {
-        fprintf(stderr, "usage: gpu_bench facts | repeat PART DIMS TOKENS DTYPE RUNS | "
+    if (!repeats && !times) {
+        fprintf(stderr, "usage: gpu_bench repeat PART DIMS TOKENS DTYPE RUNS | "
                         "time PART DIMS TOKENS DTYPE RUNS FILE\n");
         return CG_BAD_INPUT;
     }
-    bool ok = facts || read_task(argv + 2, &t, &error);
+    bool ok = read_task(argv + 2, &t, &error);
     ok = ok && (t.device = cg_device_open(0, &error)) != NULL &&
          cg_cuda_backend(&t.backend, t.device, getenv("CSAGRAD_CUDA_VARIANT"), &error);
-    if (ok && facts) print_facts(t.device);
     if (ok && repeats) ok = repeat(&t, &error);
     if (ok && times) ok = time_part(&t, argv[7], &error);
     cg_device_close(t.device);
