@@ -172,7 +172,7 @@ START_TEST(the_process_grows_by_the_peak) {
         cg_workload w = one_layer("toy", CG_PART_STEP, 2560, policies[i]);
         cg_measurement m = run(&w, 1);
         ck_assert_int_eq(m.measured_peak_bytes, m.planned_peak_bytes);
-        ck_assert_int_gt(m.planned_peak_bytes, 50 << 20);
+        ck_assert_int_gt(m.planned_peak_bytes, 40 << 20);
         double growth = (double)m.rss_peak_bytes / (double)m.planned_peak_bytes;
         printf("policy %s: planned %lld bytes, the process grew by %.4f of that\n", policies[i],
                (long long)m.planned_peak_bytes, growth);

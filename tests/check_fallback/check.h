@@ -114,7 +114,7 @@ __attribute__((noreturn, format(printf, 3, 4), unused)) static void ck_fail(cons
 #define CK_STRINGS(a, equal, b)                                                                                \
     do {                                                                                                       \
         const char *ck_a = (a), *ck_b = (b);                                                                   \
-        if (!ck_a || !ck_b || !strcmp(ck_a, ck_b) != (equal))                                                  \
+        if (!ck_a || !ck_b || (strcmp(ck_a, ck_b) == 0) != (equal))                                            \
             ck_abort_msg("%s is \"%s\", %s \"%s\"", #a, ck_a ? ck_a : "(null)",                                \
                          (equal) ? "expected" : "and must not be", ck_b ? ck_b : "(null)");                    \
     } while (0)
