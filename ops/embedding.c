@@ -68,6 +68,11 @@ static cg_cost embedding_grad_cost(const cg_node *node) {
 
 #define TOKENS                                                                                                 \
     .shape = CG_DIMS(6), .i32 = (const int32_t[]) { 2, 0, -1, 2, 3, 2 }
+/* One token in most places, far apart too. */
+#define MANY_TOKENS                                                                                            \
+    .shape = CG_DIMS(150), .i32 = (const int32_t[]) {                                                          \
+        [3] = 1, [8] = -1, [9] = 4, [17 ... 23] = 1, [64] = 4, [100] = -1, [101] = 4, [140 ... 149] = 1        \
+    }
 static const cg_case embedding_cases[] = {
     {.name = "repeated and absent", .in = {{.shape = CG_DIMS(5, 3)}, {TOKENS}}, .crosses = "tokens"},
     {.name = "one row",
@@ -83,6 +88,18 @@ static const cg_case embedding_cases[] = {
      .in = {{.shape = CG_DIMS(0, 3)}, {.shape = CG_DIMS(2), .i32 = (const int32_t[]){-1, -1}}},
      .crosses = "tokens"},
     {.name = "large", .in = {{.shape = CG_DIMS(301, 331)}, {TOKENS}}, .crosses = "tokens", .large = true},
+    {.name = "many tokens, rows of whole packs",
+     .in = {{.shape = CG_DIMS(5, 24)}, {MANY_TOKENS}},
+     .crosses = "tokens",
+     .large = true},
+    {.name = "long rows of whole packs",
+     .in = {{.shape = CG_DIMS(5, 1040)}, {TOKENS}},
+     .crosses = "tokens",
+     .large = true},
+    {.name = "wrong token, rows of whole packs",
+     .in = {{.shape = CG_DIMS(2, 8)}, {MANY_TOKENS}},
+     .crosses = "tokens",
+     .run_error = "row 9 of tokens is 4"},
     {.name = "token too large",
      .in = {{.shape = CG_DIMS(5, 3)}, {.shape = CG_DIMS(3), .i32 = (const int32_t[]){4, 5, 9}}},
      .crosses = "tokens",
@@ -125,6 +142,14 @@ static const cg_case embedding_grad_cases[] = {
     {.name = "no tokens",
      .in = {{.shape = CG_DIMS(0), .i32 = (const int32_t[]){0}}, {.shape = CG_DIMS(0, 3)}},
      .attr = FOUR},
+    {.name = "many tokens, rows of whole packs",
+     .in = {{MANY_TOKENS}, {.shape = CG_DIMS(150, 24)}},
+     .attr = &(embedding_grad_attr){6},
+     .large = true},
+    {.name = "wrong token, rows of whole packs",
+     .in = {{MANY_TOKENS}, {.shape = CG_DIMS(150, 8)}},
+     .attr = FOUR,
+     .run_error = "row 9 of tokens is 4"},
     {.name = "token too large",
      .in = {{TOKENS}, {.shape = CG_DIMS(6, 3)}},
      .attr = &(embedding_grad_attr){2},

@@ -1,21 +1,22 @@
-/* y = a + b: see ops/add.c. */
-#include "ops/cuda/kernel.cuh"
+/* y = a + b: see ops/add.c. 12 bytes an element in f32: 2.8 us for a million at 4.3 TB/s. */
+#include "ops/cuda/elementwise.cuh"
 
 namespace {
 
-template <typename T> CG_GLOBAL void add_kernel(const T *a, const T *b, T *y, int64_t n) {
-    CG_FOR(i, n) y[i] = cg_down<T>(cg_up(a[i]) + cg_up(b[i]));
-}
+struct sum_of_two {
+    template <typename S> CG_MEMBER void operator()(const S *x, S *y) const { y[0] = x[0] + x[1]; }
+};
 
-template <typename T> bool add(const cg_run_args *args, cg_stream *stream) {
-    const int64_t n = cg_shape_count(&args->out[0].shape);
-    return CG_LAUNCH(add_kernel<T>, cg_blocks(n, 256), 256, 0, stream, (const T *)args->in[0].data,
-                     (const T *)args->in[1].data, (T *)args->out[0].data, n);
+template <typename T, bool PACKED> bool add(const cg_run_args *args, cg_stream *stream) {
+    return each<T, 2, 1>(args, stream, PACKED, sum_of_two());
 }
 
 } // namespace
 
 extern "C" const cg_cuda_op cg_cuda_add = {
     .op = "add",
-    .variants = {{.name = "plain", .launch = {add<float>, add<double>}}},
+    .variants = {{.name = "plain",
+                  .launch = {add<float, false>, add<double, false>, nullptr, add<cg_bf16, false>}},
+                 {.name = "fast",
+                  .launch = {add<float, true>, add<double, true>, nullptr, add<cg_bf16, true>}}},
 };

@@ -35,22 +35,22 @@ template <typename S> CG_DEVICE S exp_to_top(S x, S top) {
 
 /* What a row gives: logits x, the largest and the sum of exp(x - largest). */
 template <typename T, typename S>
-CG_DEVICE void finish_row(const T *x, int64_t target, S top, S sum, T *lse, double *loss) {
+CG_DEVICE void finish_row(const T *x, int64_t target, S top, S sum, S *lse, double *loss) {
     const double log_sum = cg_log((double)sum);
-    *lse = cg_down<T>((S)((double)top + log_sum));
+    *lse = (S)((double)top + log_sum);
     *loss = log_sum - ((double)cg_up(x[target]) - (double)top); /* small numbers, unlike lse and the logit */
 }
 
-template <typename T> CG_DEVICE void finish_empty_row(T *lse, double *loss) {
-    *lse = cg_down<T>(0);
+template <typename S> CG_DEVICE void finish_empty_row(S *lse, double *loss) {
+    *lse = 0;
     *loss = 0;
 }
 
 /* ---- plain: a block per row ---- */
 
 template <typename T>
-CG_GLOBAL void cross_entropy_kernel(const T *logits, const int32_t *targets, int64_t n_rows, int64_t V, T *lse,
-                                    double *loss, cg_device_fault *fault) {
+CG_GLOBAL void cross_entropy_kernel(const T *logits, const int32_t *targets, int64_t n_rows, int64_t V,
+                                    cg_sum_of<T> *lse, double *loss, cg_device_fault *fault) {
     typedef cg_sum_of<T> S;
     for (int64_t t = blockIdx.x; t < n_rows; t += gridDim.x) {
         const T *x = logits + t * V;
@@ -77,22 +77,22 @@ template <typename T> bool cross_entropy(const cg_run_args *args, cg_stream *str
     double *loss = (double *)args->workspace;
     return CG_LAUNCH(cross_entropy_kernel<T>, cg_blocks(dims[0], 1), THREADS, 0, stream,
                      (const T *)args->in[0].data, (const int32_t *)args->in[1].data, dims[0], dims[1],
-                     (T *)args->out[1].data, loss, args->fault) &&
-           sum_parts(args, stream, loss, dims[0], (T *)args->out[0].data);
+                     (cg_sum_of<T> *)args->out[1].data, loss, args->fault) &&
+           sum_parts(args, stream, loss, dims[0], (cg_sum_of<T> *)args->out[0].data);
 }
 
 /* May write in the place of logits. */
 template <typename T>
-CG_GLOBAL void cross_entropy_grad_kernel(const T *logits, const int32_t *targets, const T *lse, const T *dloss,
-                                         T *dlogits, int64_t n_rows, int64_t V, cg_device_fault *fault) {
+CG_GLOBAL void cross_entropy_grad_kernel(const T *logits, const int32_t *targets, const cg_sum_of<T> *lse,
+                                         const cg_sum_of<T> *dloss, T *dlogits, int64_t n_rows, int64_t V,
+                                         cg_device_fault *fault) {
     typedef cg_sum_of<T> S;
-    const S d = cg_up(dloss[0]);
+    const S d = dloss[0];
     for (int64_t t = blockIdx.x; t < n_rows; t += gridDim.x) {
         const int64_t target = target_of(targets, t, V, (int)threadIdx.x, fault);
         for (int64_t v = threadIdx.x; v < V; v += THREADS) {
             S dx = 0;
-            if (target >= 0)
-                dx = d * cg_exp(cg_up(logits[t * V + v]) - cg_up(lse[t])) - (v == target ? d : (S)0);
+            if (target >= 0) dx = d * cg_exp(cg_up(logits[t * V + v]) - lse[t]) - (v == target ? d : (S)0);
             dlogits[t * V + v] = cg_down<T>(dx);
         }
     }
@@ -102,8 +102,8 @@ template <typename T> bool cross_entropy_grad(const cg_run_args *args, cg_stream
     const int64_t *dims = args->in[0].shape.dims;
     return CG_LAUNCH(cross_entropy_grad_kernel<T>, cg_blocks(dims[0], 1), THREADS, 0, stream,
                      (const T *)args->in[0].data, (const int32_t *)args->in[1].data,
-                     (const T *)args->in[2].data, (const T *)args->in[3].data, (T *)args->out[0].data, dims[0],
-                     dims[1], args->fault);
+                     (const cg_sum_of<T> *)args->in[2].data, (const cg_sum_of<T> *)args->in[3].data,
+                     (T *)args->out[0].data, dims[0], dims[1], args->fault);
 }
 
 /* ---- fast: a team per row ---- */
@@ -112,7 +112,7 @@ bool fits(const cg_node *node) { return rows_are_packs(node->in[0]->dtype, node-
 
 template <typename T, int WARPS>
 CG_GLOBAL void cross_entropy_packed_kernel(const T *logits, const int32_t *targets, int64_t n_rows, int64_t V,
-                                           T *lse, double *loss, cg_device_fault *fault) {
+                                           cg_sum_of<T> *lse, double *loss, cg_device_fault *fault) {
     typedef cg_sum_of<T> S;
     typedef team<WARPS> mine;
     constexpr int N = pack<T>::N;
@@ -147,21 +147,21 @@ template <typename T> bool cross_entropy_fast(const cg_run_args *args, cg_stream
     return CG_LAUNCH((warp ? cross_entropy_packed_kernel<T, 1> : cross_entropy_packed_kernel<T, TEAM_WARPS>),
                      cg_blocks(dims[0], warp ? TEAM_WARPS : 1), TEAM_THREADS, 0, stream,
                      (const T *)args->in[0].data, (const int32_t *)args->in[1].data, dims[0], dims[1],
-                     (T *)args->out[1].data, loss, args->fault) &&
-           sum_parts(args, stream, loss, dims[0], (T *)args->out[0].data);
+                     (cg_sum_of<T> *)args->out[1].data, loss, args->fault) &&
+           sum_parts(args, stream, loss, dims[0], (cg_sum_of<T> *)args->out[0].data);
 }
 
 template <typename T, int WARPS>
-CG_GLOBAL void cross_entropy_grad_packed_kernel(const T *logits, const int32_t *targets, const T *lse,
-                                                const T *dloss, T *dlogits, int64_t n_rows, int64_t V,
-                                                cg_device_fault *fault) {
+CG_GLOBAL void cross_entropy_grad_packed_kernel(const T *logits, const int32_t *targets,
+                                                const cg_sum_of<T> *lse, const cg_sum_of<T> *dloss, T *dlogits,
+                                                int64_t n_rows, int64_t V, cg_device_fault *fault) {
     typedef cg_sum_of<T> S;
     typedef team<WARPS> mine;
     constexpr int N = pack<T>::N;
-    const S d = cg_up(dloss[0]);
+    const S d = dloss[0];
     for (int64_t t = mine::first(); t < n_rows; t += mine::all()) {
         const int64_t target = target_of(targets, t, V, mine::lane(), fault);
-        const S shift = cg_up(lse[t]);
+        const S shift = lse[t];
         for (int64_t p = mine::lane(); p < V / N; p += mine::LANES) {
             pack<T> some;
             if (target >= 0) some = packs(logits + t * V)[p];
@@ -181,8 +181,8 @@ template <typename T> bool cross_entropy_grad_fast(const cg_run_args *args, cg_s
     return CG_LAUNCH(
         (warp ? cross_entropy_grad_packed_kernel<T, 1> : cross_entropy_grad_packed_kernel<T, TEAM_WARPS>),
         cg_blocks(dims[0], warp ? TEAM_WARPS : 1), TEAM_THREADS, 0, stream, (const T *)args->in[0].data,
-        (const int32_t *)args->in[1].data, (const T *)args->in[2].data, (const T *)args->in[3].data,
-        (T *)args->out[0].data, dims[0], dims[1], args->fault);
+        (const int32_t *)args->in[1].data, (const cg_sum_of<T> *)args->in[2].data,
+        (const cg_sum_of<T> *)args->in[3].data, (T *)args->out[0].data, dims[0], dims[1], args->fault);
 }
 
 } // namespace
@@ -190,10 +190,11 @@ template <typename T> bool cross_entropy_grad_fast(const cg_run_args *args, cg_s
 extern "C" const cg_cuda_op cg_cuda_cross_entropy = {
     .op = "cross_entropy",
     .variants = {{.name = "plain",
-                  .launch = {cross_entropy<float>, cross_entropy<double>},
+                  .launch = {cross_entropy<float>, cross_entropy<double>, nullptr, cross_entropy<cg_bf16>},
                   .workspace = cross_entropy_workspace},
                  {.name = "fast",
-                  .launch = {cross_entropy_fast<float>, cross_entropy_fast<double>},
+                  .launch = {cross_entropy_fast<float>, cross_entropy_fast<double>, nullptr,
+                             cross_entropy_fast<cg_bf16>},
                   .workspace = cross_entropy_workspace,
                   .fits = fits}},
     .describe = describe,
@@ -201,9 +202,12 @@ extern "C" const cg_cuda_op cg_cuda_cross_entropy = {
 
 extern "C" const cg_cuda_op cg_cuda_cross_entropy_grad = {
     .op = "cross_entropy_grad",
-    .variants = {{.name = "plain", .launch = {cross_entropy_grad<float>, cross_entropy_grad<double>}},
+    .variants = {{.name = "plain",
+                  .launch = {cross_entropy_grad<float>, cross_entropy_grad<double>, nullptr,
+                             cross_entropy_grad<cg_bf16>}},
                  {.name = "fast",
-                  .launch = {cross_entropy_grad_fast<float>, cross_entropy_grad_fast<double>},
+                  .launch = {cross_entropy_grad_fast<float>, cross_entropy_grad_fast<double>, nullptr,
+                             cross_entropy_grad_fast<cg_bf16>},
                   .fits = fits}},
     .describe = describe,
 };

@@ -10,7 +10,7 @@ namespace {
 enum { PRODUCT_TILE = 16, PRODUCT_THREADS = PRODUCT_TILE * PRODUCT_TILE };
 
 /* y = op(a) op(b), laid out as g says; g.accumulate is not looked at. */
-template <typename T> CG_GLOBAL void product_kernel(const T *a, const T *b, T *y, cg_gemm g) {
+template <typename T, typename Y> CG_GLOBAL void product_kernel(const T *a, const T *b, Y *y, cg_gemm g) {
     typedef cg_sum_of<T> S;
     enum { TILE = PRODUCT_TILE };
     CG_SHARED(S[TILE][TILE + 1], tile_a); /* [row of y][k]: the odd length keeps banks apart */
@@ -30,17 +30,25 @@ template <typename T> CG_GLOBAL void product_kernel(const T *a, const T *b, T *y
             for (int k = 0; k < TILE; k++) sum = cg_fma(tile_a[down][k], tile_b[k][across], sum);
             __syncthreads();
         }
-        if (i < g.m && j < g.n) y[i * g.ldc + j] = cg_down<T>(sum);
+        if (i < g.m && j < g.n) y[i * g.ldc + j] = cg_down<Y>(sum);
     }
 }
 
+template <typename T, typename Y>
+bool product_to(const cg_run_args *args, cg_stream *stream, const cg_gemm *g, const void *a, const void *b,
+                void *y) {
+    const int64_t tiles =
+        ((g->m + PRODUCT_TILE - 1) / PRODUCT_TILE) * ((g->n + PRODUCT_TILE - 1) / PRODUCT_TILE);
+    return CG_LAUNCH((product_kernel<T, Y>), cg_blocks(tiles, 1), PRODUCT_THREADS, 0, stream, (const T *)a,
+                     (const T *)b, (Y *)y, *g);
+}
+
+/* y is f32 for g.c_is_f32. */
 template <typename T>
 bool product(const cg_run_args *args, cg_stream *stream, const cg_gemm *g, const void *a, const void *b,
              void *y) {
-    const int64_t tiles =
-        ((g->m + PRODUCT_TILE - 1) / PRODUCT_TILE) * ((g->n + PRODUCT_TILE - 1) / PRODUCT_TILE);
-    return CG_LAUNCH(product_kernel<T>, cg_blocks(tiles, 1), PRODUCT_THREADS, 0, stream, (const T *)a,
-                     (const T *)b, (T *)y, *g);
+    return g->c_is_f32 ? product_to<T, cg_sum_of<T>>(args, stream, g, a, b, y)
+                       : product_to<T, T>(args, stream, g, a, b, y);
 }
 
 } // namespace

@@ -33,12 +33,12 @@ template <typename T, typename S = cg_sum_of<T>> CG_DEVICE S rms_inverse(const T
 }
 
 template <typename T>
-CG_GLOBAL void rms_norm_kernel(const T *x, const T *weight, T *y, rows r, cg_sum_of<T> eps) {
+CG_GLOBAL void rms_norm_kernel(const T *x, const cg_sum_of<T> *weight, T *y, rows r, cg_sum_of<T> eps) {
     for (int64_t t = blockIdx.x; t < r.n; t += gridDim.x) {
         const T *row = x + t * r.length;
         const cg_sum_of<T> inverse = rms_inverse(row, r.length, eps);
         for (int64_t j = threadIdx.x; j < r.length; j += THREADS) {
-            const cg_sum_of<T> w = weight ? cg_up(weight[j]) : (cg_sum_of<T>)1;
+            const cg_sum_of<T> w = weight ? weight[j] : (cg_sum_of<T>)1;
             y[t * r.length + j] = cg_down<T>(inverse * cg_up(row[j]) * w);
         }
     }
@@ -48,7 +48,7 @@ template <typename T> bool rms_norm(const cg_run_args *args, cg_stream *stream) 
     const rows r = rows_of(&args->in[0].shape);
     const double eps = ((const rms_norm_attr *)args->attr)->eps;
     return CG_LAUNCH(rms_norm_kernel<T>, cg_blocks(r.n, 1), THREADS, 0, stream, (const T *)args->in[0].data,
-                     (const T *)args->in[1].data, (T *)args->out[0].data, r, (cg_sum_of<T>)eps);
+                     (const cg_sum_of<T> *)args->in[1].data, (T *)args->out[0].data, r, (cg_sum_of<T>)eps);
 }
 
 /* ---- gradient ---- */
@@ -61,8 +61,8 @@ int64_t chunks_of(int64_t n_rows) {
 }
 
 template <typename T>
-CG_GLOBAL void rms_norm_grad_kernel(const T *x, const T *weight, const T *dy, T *dx, cg_sum_of<T> *parts,
-                                    rows r, int64_t chunks, cg_sum_of<T> eps) {
+CG_GLOBAL void rms_norm_grad_kernel(const T *x, const cg_sum_of<T> *weight, const T *dy, T *dx,
+                                    cg_sum_of<T> *parts, rows r, int64_t chunks, cg_sum_of<T> eps) {
     typedef cg_sum_of<T> S;
     const int64_t chunk = blockIdx.x;
     S *part = parts + chunk * r.length;
@@ -73,22 +73,22 @@ CG_GLOBAL void rms_norm_grad_kernel(const T *x, const T *weight, const T *dy, T 
         const S inverse = rms_inverse(x + at, r.length, eps);
         S dot = 0;
         for (int64_t j = threadIdx.x; j < r.length; j += THREADS)
-            dot += (weight ? cg_up(weight[j]) : (S)1) * cg_up(dy[at + j]) * cg_up(x[at + j]);
+            dot += (weight ? weight[j] : (S)1) * cg_up(dy[at + j]) * cg_up(x[at + j]);
         const S along = inverse * inverse * inverse * cg_block_sum(dot) / (S)r.length;
         for (int64_t j = threadIdx.x; j < r.length; j += THREADS) {
             const S xj = cg_up(x[at + j]), dj = cg_up(dy[at + j]); /* dx may lie in the place of either */
             if (weight) part[j] += dj * (inverse * xj);
-            dx[at + j] = cg_down<T>(inverse * (weight ? cg_up(weight[j]) : (S)1) * dj - along * xj);
+            dx[at + j] = cg_down<T>(inverse * (weight ? weight[j] : (S)1) * dj - along * xj);
         }
     }
 }
 
-template <typename T>
-CG_GLOBAL void add_parts_kernel(const cg_sum_of<T> *parts, T *dweight, int64_t length, int64_t chunks) {
+template <typename S>
+CG_GLOBAL void add_parts_kernel(const S *parts, S *dweight, int64_t length, int64_t chunks) {
     CG_FOR(j, length) {
-        cg_sum_of<T> sum = 0;
+        S sum = 0;
         for (int64_t c = 0; c < chunks; c++) sum += parts[c * length + j];
-        dweight[j] = cg_down<T>(sum);
+        dweight[j] = sum;
     }
 }
 
@@ -101,20 +101,20 @@ size_t rms_norm_grad_workspace(const cg_node *node) {
 template <typename T> bool rms_norm_grad(const cg_run_args *args, cg_stream *stream) {
     const rows r = rows_of(&args->in[0].shape);
     const int64_t chunks = chunks_of(r.n);
-    const T *weight = (const T *)args->in[1].data;
+    const cg_sum_of<T> *weight = (const cg_sum_of<T> *)args->in[1].data;
     const double eps = ((const rms_norm_attr *)args->attr)->eps;
     cg_sum_of<T> *parts = (cg_sum_of<T> *)args->workspace;
     const bool ok = CG_LAUNCH(rms_norm_grad_kernel<T>, (unsigned)chunks, THREADS, 0, stream,
                               (const T *)args->in[0].data, weight, (const T *)args->in[2].data,
                               (T *)args->out[0].data, parts, r, chunks, (cg_sum_of<T>)eps);
-    return ok && (!weight || CG_LAUNCH(add_parts_kernel<T>, cg_blocks(r.length, 256), 256, 0, stream, parts,
-                                       (T *)args->out[1].data, r.length, chunks));
+    return ok && (!weight || CG_LAUNCH(add_parts_kernel<cg_sum_of<T>>, cg_blocks(r.length, 256), 256, 0, stream,
+                                       parts, (cg_sum_of<T> *)args->out[1].data, r.length, chunks));
 }
 
 /* ---- fast: a team per row, 16 bytes at a time ---- */
 
 template <typename T, int WARPS>
-CG_GLOBAL void rms_norm_packed_kernel(const T *x, const T *weight, T *y, rows r, cg_sum_of<T> eps) {
+CG_GLOBAL void rms_norm_packed_kernel(const T *x, const cg_sum_of<T> *weight, T *y, rows r, cg_sum_of<T> eps) {
     typedef cg_sum_of<T> S;
     typedef team<WARPS> mine;
     constexpr int N = pack<T>::N;
@@ -127,10 +127,11 @@ CG_GLOBAL void rms_norm_packed_kernel(const T *x, const T *weight, T *y, rows r,
         }
         const S inverse = 1 / cg_sqrt(mine::sum(sum) / (S)r.length + eps);
         for (int64_t p = mine::lane(); p < r.length / N; p += mine::LANES) {
-            pack<T> some = row[p], w;
-            if (weight) w = packs(weight)[p];
+            pack<T> some = row[p];
+            pack<S, N> w;
+            if (weight) w = packs_of<N>(weight)[p];
             for (int j = 0; j < N; j++)
-                some.at[j] = cg_down<T>(inverse * cg_up(some.at[j]) * (weight ? cg_up(w.at[j]) : (S)1));
+                some.at[j] = cg_down<T>(inverse * cg_up(some.at[j]) * (weight ? w.at[j] : (S)1));
             packs(y + t * r.length)[p] = some;
         }
     }
@@ -146,16 +147,16 @@ template <typename T> bool rms_norm_fast(const cg_run_args *args, cg_stream *str
     const bool warp = row_for_a_warp(args->in[0].dtype, r.length);
     return CG_LAUNCH((warp ? rms_norm_packed_kernel<T, 1> : rms_norm_packed_kernel<T, TEAM_WARPS>),
                      cg_blocks(r.n, warp ? TEAM_WARPS : 1), TEAM_THREADS, 0, stream,
-                     (const T *)args->in[0].data, (const T *)args->in[1].data, (T *)args->out[0].data, r,
-                     (cg_sum_of<T>)eps);
+                     (const T *)args->in[0].data, (const cg_sum_of<T> *)args->in[1].data,
+                     (T *)args->out[0].data, r, (cg_sum_of<T>)eps);
 }
 
 /* MOST: packs of a row that a lane may have. parts [blocks, length] gets the block's part of dweight: the columns of each
  * warp's rows are added in shared memory where a warp is a team. Shared: PER_BLOCK rows of sums, none for one team. */
 template <typename T, int WARPS, int MOST>
 CG_GLOBAL void CG_BOUNDS(TEAM_THREADS, 2)
-    rms_norm_grad_packed_kernel(const T *x, const T *weight, const T *dy, T *dx, cg_sum_of<T> *parts, rows r,
-                                cg_sum_of<T> eps) {
+    rms_norm_grad_packed_kernel(const T *x, const cg_sum_of<T> *weight, const T *dy, T *dx, cg_sum_of<T> *parts,
+                                rows r, cg_sum_of<T> eps) {
     typedef cg_sum_of<T> S;
     typedef team<WARPS> mine;
     constexpr int N = pack<T>::N;
@@ -170,11 +171,11 @@ CG_GLOBAL void CG_BOUNDS(TEAM_THREADS, 2)
             const int64_t p = mine::lane() + k * mine::LANES;
             if (p >= n_packs) break;
             const pack<T> some = row[p], d = drow[p];
-            pack<T> w;
-            if (weight) w = packs(weight)[p];
+            pack<S, N> w;
+            if (weight) w = packs_of<N>(weight)[p];
             for (int j = 0; j < N; j++) {
                 square += cg_up(some.at[j]) * cg_up(some.at[j]);
-                dot += (weight ? cg_up(w.at[j]) : (S)1) * cg_up(d.at[j]) * cg_up(some.at[j]);
+                dot += (weight ? w.at[j] : (S)1) * cg_up(d.at[j]) * cg_up(some.at[j]);
             }
         }
         const S inverse = 1 / cg_sqrt(mine::sum(square) / (S)r.length + eps);
@@ -183,12 +184,13 @@ CG_GLOBAL void CG_BOUNDS(TEAM_THREADS, 2)
         for (int k = 0; k < MOST; k++) { /* unrolled, so that part[..] are registers */
             const int64_t p = mine::lane() + k * mine::LANES;
             if (p >= n_packs) continue;
-            pack<T> some = row[p], d = drow[p], w; /* dx may lie in the place of either */
-            if (weight) w = packs(weight)[p];
+            pack<T> some = row[p], d = drow[p]; /* dx may lie in the place of either */
+            pack<S, N> w;
+            if (weight) w = packs_of<N>(weight)[p];
             for (int j = 0; j < N; j++) {
                 const S xj = cg_up(some.at[j]), dj = cg_up(d.at[j]);
                 part[k * N + j] += dj * (inverse * xj);
-                some.at[j] = cg_down<T>(inverse * (weight ? cg_up(w.at[j]) : (S)1) * dj - along * xj);
+                some.at[j] = cg_down<T>(inverse * (weight ? w.at[j] : (S)1) * dj - along * xj);
             }
             packs(dx + t * r.length)[p] = some;
         }
@@ -213,9 +215,8 @@ CG_GLOBAL void CG_BOUNDS(TEAM_THREADS, 2)
 }
 
 /* dweight: a warp of columns in a block, whose warps share the parts. */
-template <typename T>
-CG_GLOBAL void add_many_parts_kernel(const cg_sum_of<T> *parts, T *dweight, int64_t length, int64_t n_parts) {
-    typedef cg_sum_of<T> S;
+template <typename S>
+CG_GLOBAL void add_many_parts_kernel(const S *parts, S *dweight, int64_t length, int64_t n_parts) {
     CG_SHARED(S[TEAM_WARPS][CG_WARP], sums);
     const int lane = (int)threadIdx.x % CG_WARP, warp = (int)threadIdx.x / CG_WARP;
     const int64_t j = (int64_t)blockIdx.x * CG_WARP + lane;
@@ -226,7 +227,7 @@ CG_GLOBAL void add_many_parts_kernel(const cg_sum_of<T> *parts, T *dweight, int6
     __syncthreads();
     if (warp || j >= length) return;
     for (int i = 1; i < TEAM_WARPS; i++) sum += sums[i][lane];
-    dweight[j] = cg_down<T>(sum);
+    dweight[j] = sum;
 }
 
 constexpr int64_t LONGEST = 8 * TEAM_THREADS * 16; /* bytes of a row: 8 packs for each thread of a block */
@@ -255,7 +256,7 @@ template <typename T> bool rms_norm_grad_fast(const cg_run_args *args, cg_stream
     typedef cg_sum_of<T> S;
     const rows r = rows_of(&args->in[0].shape);
     const double eps = ((const rms_norm_attr *)args->attr)->eps;
-    const T *weight = (const T *)args->in[1].data;
+    const cg_sum_of<T> *weight = (const cg_sum_of<T> *)args->in[1].data;
     const bool warp = row_for_a_warp(args->in[0].dtype, r.length);
     const bool short_row = r.length * (int64_t)sizeof(T) <= 1024;
     const int64_t blocks = grad_blocks(args->in[0].dtype, r);
@@ -267,8 +268,8 @@ template <typename T> bool rms_norm_grad_fast(const cg_run_args *args, cg_stream
                      (const T *)args->in[0].data, weight, (const T *)args->in[2].data, (T *)args->out[0].data,
                      (S *)args->workspace, r, (S)eps) &&
            (!weight ||
-            CG_LAUNCH(add_many_parts_kernel<T>, (unsigned)((r.length + CG_WARP - 1) / CG_WARP), TEAM_THREADS, 0,
-                      stream, (S *)args->workspace, (T *)args->out[1].data, r.length, blocks));
+            CG_LAUNCH(add_many_parts_kernel<S>, (unsigned)((r.length + CG_WARP - 1) / CG_WARP), TEAM_THREADS, 0,
+                      stream, (S *)args->workspace, (cg_sum_of<T> *)args->out[1].data, r.length, blocks));
 }
 
 } // namespace

@@ -18,5 +18,5 @@ template <typename T> bool scale(const cg_run_args *args, cg_stream *stream) {
 
 extern "C" const cg_cuda_op cg_cuda_scale = {
     .op = "scale",
-    .variants = {{.name = "plain", .launch = {scale<float>, scale<double>}}},
+    .variants = {{.name = "plain", .launch = {scale<float>, scale<double>, nullptr, scale<cg_bf16>}}},
 };

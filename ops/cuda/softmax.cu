@@ -74,10 +74,11 @@ template <typename T> bool softmax_grad(const cg_run_args *args, cg_stream *stre
 
 extern "C" const cg_cuda_op cg_cuda_softmax = {
     .op = "softmax",
-    .variants = {{.name = "plain", .launch = {softmax<float>, softmax<double>}}},
+    .variants = {{.name = "plain", .launch = {softmax<float>, softmax<double>, nullptr, softmax<cg_bf16>}}},
 };
 
 extern "C" const cg_cuda_op cg_cuda_softmax_grad = {
     .op = "softmax_grad",
-    .variants = {{.name = "plain", .launch = {softmax_grad<float>, softmax_grad<double>}}},
+    .variants = {{.name = "plain",
+                  .launch = {softmax_grad<float>, softmax_grad<double>, nullptr, softmax_grad<cg_bf16>}}},
 };

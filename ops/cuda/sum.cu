@@ -12,7 +12,7 @@ template <typename T> bool sum(const cg_run_args *args, cg_stream *stream) {
     const int64_t n = cg_shape_count(&args->in[0].shape);
     double *parts = (double *)args->workspace;
     return sum_chunks<of_itself>(args, stream, (const T *)args->in[0].data, n, parts) &&
-           sum_parts(args, stream, parts, total_chunks(n), (T *)args->out[0].data);
+           sum_parts(args, stream, parts, total_chunks(n), (cg_sum_of<T> *)args->out[0].data);
 }
 
 template <typename T> CG_GLOBAL void sum_grad_kernel(const T *dy, T *dx, int64_t n) {
@@ -36,5 +36,5 @@ extern "C" const cg_cuda_op cg_cuda_sum = {
 
 extern "C" const cg_cuda_op cg_cuda_sum_grad = {
     .op = "sum_grad",
-    .variants = {{.name = "plain", .launch = {sum_grad<float>, sum_grad<double>, nullptr, sum_grad<cg_bf16>}}},
+    .variants = {{.name = "plain", .launch = {sum_grad<float>, sum_grad<double>}}},
 };
