@@ -59,6 +59,7 @@ static int64_t extent(int64_t rows, int64_t width, int64_t ld) {
 static void check(cg_gemm g, int64_t pad, size_t shift) {
     const cg_dtype c_dtype = g.c_is_f32 ? CG_F32 : g.dtype;
     const size_t bytes = cg_dtype_bytes(g.dtype), c_element = cg_dtype_bytes(c_dtype);
+    const size_t c_shift = (shift + c_element - 1) / c_element * c_element; /* odd, but where its elements may lie */
     g.lda += pad, g.ldb += 2 * pad, g.ldc += 3 * pad;
     int64_t a_rows = g.trans_a ? g.k : g.m, a_width = g.trans_a ? g.m : g.k;
     int64_t b_rows = g.trans_b ? g.n : g.k, b_width = g.trans_b ? g.k : g.n;
@@ -74,7 +75,7 @@ static void check(cg_gemm g, int64_t pad, size_t shift) {
     cg_error error = {0};
     guarded c = {0}, work;
     for (int threads = 1; threads <= (cg_thread_slots() < 2 ? 1 : 2); threads++) {
-        guarded again = guarded_new(c_bytes, shift);
+        guarded again = guarded_new(c_bytes, c_shift);
         memcpy(again.data, before.data, c_bytes);
         ck_assert(cg_threads_set(threads, &error));
         ck_assert_uint_eq(cg_gemm_workspace(&g), workspace_bytes);
@@ -88,7 +89,7 @@ static void check(cg_gemm g, int64_t pad, size_t shift) {
             guarded_free(again);
         }
     }
-    guarded serial = guarded_new(c_bytes, shift);
+    guarded serial = guarded_new(c_bytes, c_shift);
     memcpy(serial.data, before.data, c_bytes);
     work = guarded_new(serial_bytes, 0);
     ck_assert_msg(cg_gemm_serial(&g, a.data, b.data, serial.data, work.data, &error), "%s", error.text);
