@@ -114,10 +114,10 @@ typedef struct call {
     cg_device_fault *fault;
 } call;
 
-static void *device_memory(int64_t bytes, const void *data) {
+static void *device_memory(int64_t bytes, const void *source) {
     cg_error error = {0};
     void *memory = cg_device_alloc(device, bytes, &error);
-    if (!memory || !(data ? cg_device_write(device, memory, data, bytes, &error)
+    if (!memory || !(source ? cg_device_write(device, memory, source, bytes, &error)
                           : cg_device_fill(device, memory, 0xff, bytes, &error)))
         ck_abort_msg("%s", error.text);
     return memory;
@@ -203,7 +203,7 @@ static void run_on_device(const cg_node *node, const cg_cuda_variant *variant, c
 /* ---- comparisons ---- */
 
 /* Relative norm; infinities must be the same. */
-static void expect_norm(const char *shape, const char *variant, const char *what, int64_t n, const double *got,
+static void expect_norm(const char *where, const char *variant, const char *what, int64_t n, const double *got,
                         const double *want, double bound) {
     double difference = 0, norm = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -212,7 +212,7 @@ static void expect_norm(const char *shape, const char *variant, const char *what
         norm += want[i] * want[i];
     }
     if (!(sqrt(difference) <= bound * sqrt(norm)))
-        ck_abort_msg("%s, variant %s: %s differs by %.3g of norm %.3g, bound %.1e", shape, variant, what,
+        ck_abort_msg("%s, variant %s: %s differs by %.3g of norm %.3g, bound %.1e", where, variant, what,
                      sqrt(difference), sqrt(norm), bound);
 }
 
