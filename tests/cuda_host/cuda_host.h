@@ -1,7 +1,7 @@
 /* CUDA kernels on the processor, for tests on machines without a GPU.
  *
  * ops/cuda/kernel.cuh includes this header instead of CUDA's when CG_CUDA_HOST is defined; a .cu file is then
- * ordinary C++17 (g++ -x c++ -DCG_CUDA_HOST -fno-strict-aliasing). It offers what kernels here may use and nothing else:
+ * ordinary C++20 (g++ -x c++ -DCG_CUDA_HOST -fno-strict-aliasing). It offers what kernels here may use and nothing else:
  *
  *     template <typename T> CG_GLOBAL void sum_rows_kernel(const T *x, T *y, int64_t width) {
  *         CG_SHARED(T[8], partial);                    __shared__ T partial[8], aligned to 16 bytes
@@ -52,6 +52,7 @@
  *     ThreadSanitizer all fences are one chain.
  *   - Rounding of tensor cores: cg_mma_bf16_16x8x16 sums in double and rounds once, hardware keeps fewer bits. Compare
  *     with a bound. expf, logf and rsqrtf are libm's, not the device's.
+ *   - What nvcc alone refuses, such as a launch function that calls a CG_DEVICE function.
  *   - Registers, occupancy, bank conflicts, speed, and sm_80's limit of 163 KiB of shared memory.
  */
 #ifndef TESTS_CUDA_HOST_H
