@@ -5,7 +5,7 @@
 #include "models/layer_check.h"
 #include "models/step.h"
 
-enum { ROWS = 512, SEGMENTS = 3, VOCAB = 256 };
+enum { ROWS = 320, SEGMENTS = 3, VOCAB = 256 };
 
 /* The toy on three documents, the second one padded. */
 static cg_config toy(cg_dtype dtype, const char *policy) {
@@ -16,8 +16,8 @@ static cg_config toy(cg_dtype dtype, const char *policy) {
 }
 
 static void feed(const cg_probe *probe) {
-    static const int32_t cu_seqlens[SEGMENTS + 1] = {0, 300, 400, ROWS},
-                                               seqlens[SEGMENTS] = {300, 90, ROWS - 400};
+    static const int32_t cu_seqlens[SEGMENTS + 1] = {0, 200, 260, ROWS},
+                                               seqlens[SEGMENTS] = {200, 50, ROWS - 260};
     static int32_t tokens[ROWS], targets[ROWS];
     for (int b = 0; b < SEGMENTS; b++)
         for (int32_t t = cu_seqlens[b]; t < cu_seqlens[b + 1]; t++) {
