@@ -78,6 +78,25 @@ START_TEST(a_dump_of_the_device) {
 }
 END_TEST
 
+/* Planned, measured by the pointers that kernels got, and asked of the driver: three accounts of the same bytes. */
+START_TEST(memory) {
+    json_t *rows = good_json("mem --seq 48 --batch 1 --runs 1 --json --device cuda --set num_hidden_layers=2 "
+                             "--set compress_ratios=0,4 --policy save --policy 'stream+rms_norm'");
+    ck_assert_int_eq(json_array_size(rows), 2);
+    for (size_t i = 0; i < 2; i++) {
+        const json_t *row = json_array_get(rows, i);
+        ck_assert_int_eq(number(row, "measured_peak_bytes"), number(row, "planned_peak_bytes"));
+        ck_assert_int_eq(number(row, "driver_peak_bytes"), number(row, "planned_peak_bytes"));
+        ck_assert(json_is_null(json_object_get(row, "rss_peak_bytes")));
+        ck_assert(real_of(row, "step_us") > 0 && isfinite(real_of(row, "loss")));
+    }
+    json_decref(rows);
+    char *text = good("mem --seq 48 --batch 1 --plan-only --device cuda --policy stream");
+    holds(text, "device: the CPU in the place of a CUDA device");
+    free(text);
+}
+END_TEST
+
 START_TEST(bad_devices) {
     bad("gradcheck --op scale --device cud", CG_BAD_INPUT, "unknown device \"cud\", did you mean cuda?");
     bad("gradcheck --op scale --device cuda:x", CG_BAD_INPUT, "--device cuda:N must be an integer");
@@ -91,8 +110,8 @@ START_TEST(bad_devices) {
 END_TEST
 
 static int run_all(void) {
-    const TTest *const tests[] = {training, checks, a_dump_of_the_device, bad_devices};
-    return suite_run("tools_cuda", tests, 4);
+    const TTest *const tests[] = {training, checks, a_dump_of_the_device, memory, bad_devices};
+    return suite_run("tools_cuda", tests, 5);
 }
 
 int main(void) {
