@@ -4,7 +4,7 @@
 #include <string.h>
 
 static bool none(cg_error *error) {
-    return cg_fail(error, CG_NO_DEVICE, "this program was built without CUDA: no CUDA compiler was found then");
+    return cg_fail(error, CG_NO_DEVICE, "this program was built without CUDA");
 }
 
 cg_device *cg_device_open(int index, cg_error *error) {

@@ -34,6 +34,7 @@ int cg_compressor_groups(const cg_archive *archive) {
 
 /* One group. Row t of packed rows is row (t % S) of sequence t / S. */
 typedef struct group {
+    const cg_backend *backend;
     const cg_archive *archive;
     char prefix[64];
     int64_t T, S, B, columns, ratio, d, C;
@@ -134,8 +135,8 @@ static bool read_shapes(group *g, cg_error *error) {
 }
 
 /* Compare a tensor of the dump with computed rows. */
-static void compare(const group *g, const char *name, const double *want, int64_t rows, int64_t width,
-                    double tolerance, double terms, cg_compressor_quantity *q) {
+static void compare_with(const group *g, const char *name, const double *want, int64_t rows, int64_t width,
+                         double tolerance, double terms, cg_compressor_quantity *q) {
     const cg_tensor *t = part(g, name);
     bool by_token = rows == g->T && strcmp(name, "grad.ape") != 0, by_key = !strcmp(name, "out.compressed");
     int64_t S = by_key     ? (g->packed ? g->C : g->keys)
@@ -165,6 +166,17 @@ static void compare(const group *g, const char *name, const double *want, int64_
     }
 }
 
+static bool compare(const group *g, cg_exec *exec, const char *name, const cg_value *value, double tolerance,
+                    double terms, cg_compressor_quantity *q, cg_error *error) {
+    int64_t rows = value->shape.dims[0], width = value->shape.dims[1];
+    double *want = malloc((size_t)(rows * width + 1) * sizeof *want);
+    if (!want) return cg_fail(error, CG_FAILED, "out of memory");
+    cg_exec_read_real(exec, value, 0, rows * width, want);
+    compare_with(g, name, want, rows, width, tolerance, terms, q);
+    free(want);
+    return true;
+}
+
 static cg_value *leaf(cg_graph *graph, const char *name, cg_leaf_kind kind, int64_t rows, int64_t columns) {
     return cg_leaf(graph, kind, name, CG_F64, CG_SHAPE(rows, columns));
 }
@@ -189,7 +201,7 @@ static bool check_group(group *g, double tolerance, cg_compressor_quantity *quan
                                             g->ratio, g->columns == 2 * g->d));
     cg_autodiff(graph, &out, &dout, 1, wrt, 3, grads);
     for (int k = 0; k < 3; k++) cg_keep(grads[k]);
-    cg_plan *plan = cg_plan_make(graph, NULL, error);
+    cg_plan *plan = cg_plan_make(graph, &(cg_plan_options){.backend = g->backend}, error);
     cg_exec *exec = plan ? cg_exec_new(plan, NULL, error) : NULL;
     bool ok = exec != NULL;
     if (ok) {
@@ -203,24 +215,22 @@ static bool check_group(group *g, double tolerance, cg_compressor_quantity *quan
     }
     static const char *const names[3] = {"grad.kv", "grad.gate", "grad.ape"};
     double slots = (double)(2 * g->ratio);
-    if (ok)
-        compare(g, "out.compressed", cg_exec_data(exec, out), g->C, g->d, tolerance, slots,
-                &quantities[(*n)++]);
+    ok = ok && compare(g, exec, "out.compressed", out, tolerance, slots, &quantities[(*n)++], error);
     for (int k = 0; ok && with_grads && k < 3; k++)
         if (part(g, names[k]))
-            compare(g, names[k], cg_exec_data(exec, grads[k]), wrt[k]->shape.dims[0], g->columns, tolerance,
-                    k == 2 ? slots + (double)g->C : slots, &quantities[(*n)++]);
+            ok = compare(g, exec, names[k], grads[k], tolerance, k == 2 ? slots + (double)g->C : slots,
+                         &quantities[(*n)++], error);
     cg_exec_free(exec);
     cg_plan_free(plan);
     cg_graph_free(graph);
     return ok;
 }
 
-bool cg_compressor_check(const cg_archive *archive, double tolerance, cg_compressor_quantity *quantities,
-                         int *n, cg_error *error) {
+bool cg_compressor_check(const cg_archive *archive, const cg_backend *backend, double tolerance,
+                         cg_compressor_quantity *quantities, int *n, cg_error *error) {
     *n = 0;
     for (int i = 0; *n + 4 <= CG_COMPRESSOR_QUANTITIES; i++) {
-        group g = {.archive = archive};
+        group g = {.archive = archive, .backend = backend};
         if (!group_prefix(archive, i, g.prefix, sizeof g.prefix)) return true;
         bool ok = read_shapes(&g, error) && check_group(&g, tolerance, quantities, n, error);
         free(g.cu_seqlens);

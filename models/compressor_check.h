@@ -7,6 +7,7 @@
 #define CG_MODELS_COMPRESSOR_CHECK_H
 
 #include "core/archive.h"
+#include "graph/backend.h"
 
 typedef struct cg_compressor_quantity {
     char name[96]; /* as in the file */
@@ -21,9 +22,9 @@ enum { CG_COMPRESSOR_QUANTITIES = 64 };
 /* How many groups of such tensors a file holds. */
 int cg_compressor_groups(const cg_archive *archive);
 
-/* Check all groups. tolerance 0: expected rounding. False with a sentence for shapes that do not fit, or a group that
+/* Check all groups, on a backend (NULL: the CPU). tolerance 0: expected rounding. False with a sentence for shapes that do not fit, or a group that
  * has nothing to compare. */
-bool cg_compressor_check(const cg_archive *archive, double tolerance, cg_compressor_quantity *quantities,
-                         int *n, cg_error *error);
+bool cg_compressor_check(const cg_archive *archive, const cg_backend *backend, double tolerance,
+                         cg_compressor_quantity *quantities, int *n, cg_error *error);
 
 #endif

@@ -316,8 +316,9 @@ static const member members[] = {
 
 enum { N_MEMBERS = sizeof members / sizeof members[0] };
 
-static bool write_member(const char *folder, const member *m, const cg_dump_contracts *contracts, uint64_t seed,
-                         double *loss, int64_t *n_rows, cg_error *error) {
+static bool write_member(const char *folder, const member *m, const cg_dump_contracts *contracts,
+                         const cg_backend *backend, uint64_t seed, double *loss, int64_t *n_rows,
+                         cg_error *error) {
     cg_dump_case c = {.n_heads = m->n_heads,
                       .head_dim = m->head_dim,
                       .index_heads = m->index_heads,
@@ -341,7 +342,7 @@ static bool write_member(const char *folder, const member *m, const cg_dump_cont
     bool ok = cg_dump_case_random(&c, &lengths, seed, error);
     if (ok && m->change) m->change(&c, seed);
     if (ok) cg_dump_case_round(&c, m->dtype);
-    ok = ok && cg_dump_compute(&c, contracts, &results, error) &&
+    ok = ok && cg_dump_compute(&c, contracts, backend, &results, error) &&
          cg_dump_write(path, &c, contracts, &results, &form, error);
     *loss = results.loss;
     *n_rows = c.n_rows;
@@ -350,7 +351,8 @@ static bool write_member(const char *folder, const member *m, const cg_dump_cont
     return ok;
 }
 
-bool cg_dump_set_write(const char *folder, const cg_dump_contracts *contracts, uint64_t seed, cg_error *error) {
+bool cg_dump_set_write(const char *folder, const cg_dump_contracts *contracts, const cg_backend *backend,
+                       uint64_t seed, cg_error *error) {
     if (!cg_folder_make(folder, error)) return false;
     char *text = NULL, contract[CG_CONTRACT_TEXT], path[4096];
     size_t bytes = 0;
@@ -369,7 +371,7 @@ bool cg_dump_set_write(const char *folder, const cg_dump_contracts *contracts, u
     for (int i = 0; ok && i < N_MEMBERS; i++) {
         double loss = 0;
         int64_t n_rows = 0;
-        ok = write_member(folder, &members[i], contracts, seed, &loss, &n_rows, error);
+        ok = write_member(folder, &members[i], contracts, backend, seed, &loss, &n_rows, error);
         fprintf(readme, "| `%s.safetensors` | %lld | %.9g | %s |\n", members[i].name, (long long)n_rows, loss,
                 members[i].what);
     }

@@ -100,6 +100,7 @@ typedef struct engine {
     cg_graph *graph;
     cg_plan *plan;
     cg_exec *exec;
+    const cg_backend *backend;
     int n_leaves;
     struct {
         cg_value *leaf;
@@ -116,7 +117,8 @@ static cg_value *leaf(engine *e, cg_leaf_kind kind, const char *name, cg_dtype d
 }
 
 static bool run(engine *e, cg_error *error) {
-    if (!(e->plan = cg_plan_make(e->graph, NULL, error)) || !(e->exec = cg_exec_new(e->plan, NULL, error)))
+    if (!(e->plan = cg_plan_make(e->graph, &(cg_plan_options){.backend = e->backend}, error)) ||
+        !(e->exec = cg_exec_new(e->plan, NULL, error)))
         return false;
     for (int i = 0; i < e->n_leaves; i++) {
         const cg_value *value = e->leaves[i].leaf;
@@ -194,8 +196,8 @@ static void spread(const cg_dump_case *c, const cg_dump_results *r, const row_fa
 }
 
 static bool engine_part(const cg_dump_case *c, const row_facts *rows, const int32_t *given, bool with_loss,
-                        cg_dump_results *r, cg_error *error) {
-    engine e = {.graph = cg_graph_new(&cg_all_ops)};
+                        const cg_backend *backend, cg_dump_results *r, cg_error *error) {
+    engine e = {.backend = backend, .graph = cg_graph_new(&cg_all_ops)};
     if (!e.graph) return cg_fail(error, CG_FAILED, "out of memory while a dump is computed");
     engine_values v = build(&e, c, given, r->width, with_loss);
     bool ok = run(&e, error);
@@ -209,8 +211,11 @@ static bool engine_part(const cg_dump_case *c, const row_facts *rows, const int3
         for (int i = 0; i < (with_loss ? N_WRT : N_ATTENTION); i++) get(&e, v.grads[i], to[i]);
     }
     if (ok && with_loss) {
-        spread(c, r, rows, cg_exec_data(e.exec, v.target), r->target);
-        spread(c, r, rows, cg_exec_data(e.exec, v.log_predict), r->log_predict);
+        double *list = malloc(sizeof *list * (size_t)(c->n_rows * r->width + 1));
+        ok = list || cg_fail(error, CG_FAILED, "out of memory while a dump is computed");
+        if (ok) get(&e, v.target, list), spread(c, r, rows, list, r->target);
+        if (ok) get(&e, v.log_predict, list), spread(c, r, rows, list, r->log_predict);
+        free(list);
         get(&e, v.kl, r->kl);
         get(&e, v.loss, &r->loss);
     }
@@ -403,18 +408,18 @@ static bool is_default(const cg_contract *contract) {
     return same;
 }
 
-bool cg_dump_compute(const cg_dump_case *c, const cg_dump_contracts *contracts, cg_dump_results *r,
-                     cg_error *error) {
+bool cg_dump_compute(const cg_dump_case *c, const cg_dump_contracts *contracts, const cg_backend *backend,
+                     cg_dump_results *r, cg_error *error) {
     *r = (cg_dump_results){0};
     row_facts *rows = list_rows(c);
     bool by_ops = is_default(&contracts->value) && is_default(&contracts->gradient) && !contracts->by_rows;
     bool ok = rows && allocate(c, r, error);
     if (ok && by_ops) {
-        ok = engine_part(c, rows, NULL, true, r, error);
+        ok = engine_part(c, rows, NULL, true, backend, r, error);
     } else if (ok) {
         ok = choose_all(c, &contracts->value, rows, r) && row_part(c, contracts, rows, r);
         int32_t *list = ok ? list_for_attention(c, r, rows) : NULL;
-        ok = list && engine_part(c, rows, list, false, r, error);
+        ok = list && engine_part(c, rows, list, false, backend, r, error);
         free(list);
     }
     free(rows);

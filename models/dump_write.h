@@ -6,6 +6,7 @@
 #ifndef CG_MODELS_DUMP_WRITE_H
 #define CG_MODELS_DUMP_WRITE_H
 
+#include "graph/backend.h"
 #include "models/contract.h"
 #include "models/dump_case.h"
 
@@ -29,8 +30,9 @@ typedef struct cg_dump_contracts {
     bool by_rows;
 } cg_dump_contracts;
 
-bool cg_dump_compute(const cg_dump_case *c, const cg_dump_contracts *contracts, cg_dump_results *results,
-                     cg_error *error);
+/* The engine's part runs on a backend (NULL: the CPU). */
+bool cg_dump_compute(const cg_dump_case *c, const cg_dump_contracts *contracts, const cg_backend *backend,
+                     cg_dump_results *results, cg_error *error);
 void cg_dump_results_free(cg_dump_results *results);
 
 typedef enum cg_dump_layout { CG_LAYOUT_SBHD, CG_LAYOUT_BSHD, CG_LAYOUT_THD, CG_LAYOUTS } cg_dump_layout;
@@ -56,6 +58,7 @@ bool cg_dump_write(const char *path, const cg_dump_case *c, const cg_dump_contra
 
 /* Round, compute, and write a set of dumps that are hard in different ways into a folder, with a README.md that says
  * what each is for. */
-bool cg_dump_set_write(const char *folder, const cg_dump_contracts *contracts, uint64_t seed, cg_error *error);
+bool cg_dump_set_write(const char *folder, const cg_dump_contracts *contracts, const cg_backend *backend,
+                       uint64_t seed, cg_error *error);
 
 #endif

@@ -64,7 +64,8 @@ bool cg_probe_build(cg_probe *probe, const cg_config *config, const cg_dsv4_opti
         cg_keep(probe->model->logits);
         cg_keep_choices(probe->graph);
         if (differentiate(probe, config))
-            cg_policy_apply(probe->graph, &policy, NULL, &probe->n_clones, &probe->frontier);
+            cg_policy_apply(probe->graph, &policy, &(cg_plan_options){.backend = backend}, &probe->n_clones,
+                            &probe->frontier);
     }
     return (probe->plan = cg_plan_make(probe->graph, &(cg_plan_options){.backend = backend}, error)) != NULL &&
            (probe->exec = cg_exec_new(probe->plan, exec_options, error)) != NULL;

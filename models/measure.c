@@ -183,6 +183,7 @@ cg_measurement cg_measurement_planned(const cg_step *step) {
                         .n_steps = step->plan->n_steps,
                         .measured_peak_bytes = -1,
                         .rss_peak_bytes = -1,
+                        .driver_peak_bytes = -1,
                         .loss = NAN,
                         .step_us = NAN};
     count_storages(step->plan, &m);
@@ -192,7 +193,8 @@ cg_measurement cg_measurement_planned(const cg_step *step) {
 
 bool cg_measure_plan(const cg_workload *w, cg_step *step, cg_measurement *out, cg_error *error) {
     memset(step, 0, sizeof *step);
-    *out = (cg_measurement){.measured_peak_bytes = -1, .rss_peak_bytes = -1, .loss = NAN, .step_us = NAN};
+    *out = (cg_measurement){
+        .measured_peak_bytes = -1, .rss_peak_bytes = -1, .driver_peak_bytes = -1, .loss = NAN, .step_us = NAN};
     cg_config config;
     if (!adopt_segments(w, &config, error)) return false;
     cg_step_options how = {.max_segments = room_for_segments(w),
@@ -420,7 +422,7 @@ bool cg_measure_time(cg_exec *exec, int n_steps, int n_runs, double *node_us, do
 /* A small step of the same kind: the threads with their stacks, and what libraries load and generate when they are
  * first used, are memory of the program and not of the step that is measured. */
 static bool warm_up(const cg_workload *measured, cg_error *error) {
-    cg_workload w = {.part = measured->part};
+    cg_workload w = {.part = measured->part, .backend = measured->backend};
     cg_step step;
     cg_measurement plan;
     if (!cg_config_dims("toy", &w.config))
@@ -506,9 +508,34 @@ static bool run_in_child(child *c, cg_error *error) {
                    WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : "an exit");
 }
 
+/* ---- running on a device, which does not live on in a child; its driver is the witness ---- */
+
+static bool run_here(const cg_workload *w, int n_runs, cg_step *step, cg_measurement *out, cg_error *error) {
+    cg_device *device = w->backend->device;
+    int64_t before = 0, after = 0;
+    out->node_us = calloc((size_t)out->n_steps + 1, sizeof *out->node_us);
+    if (!out->node_us)
+        return cg_fail(error, CG_FAILED, "out of memory for the times of %d nodes", out->n_steps);
+    if (!warm_up(w, error) || !cg_device_free_bytes(device, &before, error)) return false;
+    cg_exec *exec = cg_exec_new(step->plan, &(cg_exec_options){.verify_recompute = w->verify_recompute}, error);
+    bool ok = exec != NULL;
+    if (ok) cg_measure_fill(w, step, exec);
+    ok = ok && cg_exec_run(exec, CG_ALL_PASSES, error) && cg_device_free_bytes(device, &after, error);
+    if (ok) out->loss = loss_of(step, exec);
+    /* nodes one by one, then the whole as it would run otherwise: a recording that plays */
+    ok = ok && cg_measure_time(exec, out->n_steps, n_runs, out->node_us, &out->step_us, error) &&
+         cg_measure_time(exec, out->n_steps, n_runs + 1, NULL, &out->step_us, error);
+    if (ok) {
+        out->measured_peak_bytes = cg_exec_measured_bytes(exec);
+        out->driver_peak_bytes = before - after;
+    }
+    cg_exec_free(exec);
+    return ok;
+}
+
 bool cg_measure_run(const cg_workload *w, int n_runs, cg_step *step, cg_measurement *out, cg_error *error) {
     if (!cg_measure_plan(w, step, out, error)) return false;
-    if (w->backend) return cg_fail(error, CG_BAD_INPUT, "a device cannot be used in a child process");
+    if (w->backend && n_runs >= 1) return run_here(w, n_runs, step, out, error);
     if (n_runs < 1) return cg_fail(error, CG_BAD_INPUT, "a measurement needs at least 1 run, got %d", n_runs);
     size_t times = (size_t)out->n_steps * sizeof(double), bytes = sizeof(report) + times;
     report *shared = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

@@ -31,7 +31,7 @@ typedef struct cg_workload {
     bool no_optimizer, attend_all;
     bool verify_recompute;     /* compare every clone with its original while it runs */
     bool keep_results;         /* gradients and selections stay readable behind a run, which takes memory */
-    const cg_backend *backend; /* where it is planned for; NULL: the CPU */
+    const cg_backend *backend; /* where it is planned for and runs; NULL: the CPU */
 } cg_workload;
 
 typedef struct cg_measurement {
@@ -46,9 +46,12 @@ typedef struct cg_measurement {
     /* measured; -1 where nothing ran (for the loss: NaN) */
     int64_t measured_peak_bytes; /* by the pointers that kernels were handed */
     int64_t rss_peak_bytes; /* growth of the process, by the operating system, from before the arena was made */
-    double loss;            /* language model plus indexer; of a part: its loss, NaN for the attention alone */
-    double step_us;         /* median over the runs behind the first */
-    double *node_us;        /* by step of the plan: median; NULL when nothing ran */
+    int64_t
+        driver_peak_bytes; /* on a device instead: by how much its free memory fell meanwhile, by its driver, which
+                                  gives memory in large pieces */
+    double loss;           /* language model plus indexer; of a part: its loss, NaN for the attention alone */
+    double step_us;        /* median over the runs behind the first */
+    double *node_us;       /* by step of the plan: median; NULL when nothing ran */
     int n_steps;
 } cg_measurement;
 
@@ -61,8 +64,8 @@ bool cg_measure_plan(const cg_workload *workload, cg_step *step, cg_measurement 
 
 /* The same, then run on generated inputs (by the config's seed), once to warm up and n_runs >= 1 times for the
  * clock. Inputs are the same for every policy, so losses can be compared. Runs in a child process, so that the
- * operating system's high-water mark is that of this step alone and an end by lack of memory is an error here. On the CPU alone: no
- * device lives on in a child. */
+ * operating system's high-water mark is that of this step alone and an end by lack of memory is an error here; on a
+ * device, which no child inherits, in this process. */
 bool cg_measure_run(const cg_workload *workload, int n_runs, cg_step *step, cg_measurement *out,
                     cg_error *error);
 

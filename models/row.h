@@ -1,7 +1,7 @@
 /* One query row by itself: its attention over explicit rows, its indexer loss, and all gradients.
  *
  *     cg_row *row = cg_row_read(json, bytes, NULL, 0, &error);      check a description
- *     cg_row_result *result = cg_row_run(row, &error);              compute
+ *     cg_row_result *result = cg_row_run(row, NULL, &error);        compute
  *     const cg_row_array *dq = cg_row_find(result, "dq");
  *
  * The description is a JSON object (keys: cg_row_key_at). The row attends to every window row and to the compressed
@@ -11,7 +11,7 @@
 #ifndef CG_MODELS_ROW_H
 #define CG_MODELS_ROW_H
 
-#include "core/tensor.h"
+#include "graph/backend.h"
 #include "models/contract.h"
 
 /* What a description says, checked. Arrays that are absent are NULL. */
@@ -68,7 +68,8 @@ typedef struct cg_row_result {
     bool by_ops; /* the loss comes from the engine's ops, not from contract.h */
 } cg_row_result;
 
-cg_row_result *cg_row_run(const cg_row *row, cg_error *error);
+/* On a backend; NULL: the CPU. */
+cg_row_result *cg_row_run(const cg_row *row, const cg_backend *backend, cg_error *error);
 void cg_row_result_free(cg_row_result *result);
 const cg_row_array *cg_row_find(const cg_row_result *result, const char *name); /* NULL: not computed */
 

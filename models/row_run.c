@@ -49,7 +49,9 @@ typedef struct engine {
     cg_graph *graph;
     cg_plan *plan;
     cg_exec *exec;
+    const cg_backend *backend;
     const cg_row *row;
+    int32_t *chosen; /* [K], as read after a run */
     int64_t T;
     cg_value *q, *window, *compressed, *sink, *index, *rows, *dout, *all;
     cg_value *q_index, *w, *k_index, *given_scores, *given_target, *one;
@@ -210,11 +212,21 @@ static void fill(const engine *e) {
     put_indices(e, e->all, NULL, row->C);
 }
 
+static const int32_t *read_choice(engine *e, cg_error *error) {
+    const int64_t K = e->row->K;
+    if (!e->chosen && !(e->chosen = calloc((size_t)K + 1, sizeof *e->chosen))) {
+        cg_fail(error, CG_FAILED, "out of memory while a row is computed");
+        return NULL;
+    }
+    cg_exec_read_part(e->exec, e->index, (e->T - 1) * K, K, e->chosen);
+    return e->chosen;
+}
+
 /* The choice is made when the run begins, so scores and targets at chosen places are written behind a first run. */
 static bool run(engine *e, cg_error *error) {
     const cg_row *row = e->row;
     if (!cg_graph_error(e->graph) && e->graph->n_nodes == 0) return true; /* a given target alone */
-    e->plan = cg_plan_make(e->graph, NULL, error);
+    e->plan = cg_plan_make(e->graph, &(cg_plan_options){.backend = e->backend}, error);
     e->exec = e->plan ? cg_exec_new(e->plan, NULL, error) : NULL;
     if (!e->exec) return false;
     fill(e);
@@ -223,7 +235,7 @@ static bool run(engine *e, cg_error *error) {
     bool late = !row->index && !is_dense(row) && (e->given_scores || e->given_target);
     if (late) {
         if (!cg_exec_run(e->exec, CG_ALL_PASSES, error)) return false;
-        support = (const int32_t *)cg_exec_data(e->exec, e->index) + (e->T - 1) * row->K;
+        if (!(support = read_choice(e, error))) return false;
     }
     put_at(e, e->given_scores, row->scores, support, n, -INFINITY);
     put_at(e, e->given_target, row->target, support, n, 0);
@@ -458,19 +470,20 @@ static bool compute(engine *e, cg_row_result *result, cg_error *error) {
     build_backward(e);
     if (!run(e, error)) return false;
     const int32_t *index = e->row->index;
-    if (!index) index = (const int32_t *)cg_exec_data(e->exec, e->index) + (e->T - 1) * e->row->K;
+    if (!index && !(index = read_choice(e, error))) return false;
     if (collect(e, index, result) || !has_loss(e->row)) return true;
     return evaluate(e->row, index, result, error);
 }
 
-cg_row_result *cg_row_run(const cg_row *row, cg_error *error) {
-    engine e = {.row = row, .T = row->W > 1 ? row->W : 1};
+cg_row_result *cg_row_run(const cg_row *row, const cg_backend *backend, cg_error *error) {
+    engine e = {.row = row, .backend = backend, .T = row->W > 1 ? row->W : 1};
     cg_row_result *result = calloc(1, sizeof *result);
     bool ok = result && compute(&e, result, error);
     if (!result) cg_fail(error, CG_FAILED, "out of memory while a row is computed");
     cg_exec_free(e.exec);
     cg_plan_free(e.plan);
     cg_graph_free(e.graph);
+    free(e.chosen);
     if (ok) return result;
     cg_row_result_free(result);
     return NULL;

@@ -350,7 +350,8 @@ static const char *small_dump(const char *name, const cg_dump_form *form, const 
     contracts.gradient = contracts.value;
     contracts.by_rows = false;
     const char *path = in_folder(name);
-    if (!cg_dump_compute(&c, &contracts, &r, &error) || !cg_dump_write(path, &c, &contracts, &r, form, &error))
+    if (!cg_dump_compute(&c, &contracts, NULL, &r, &error) ||
+        !cg_dump_write(path, &c, &contracts, &r, form, &error))
         ck_abort_msg("%s", error.text);
     cg_dump_results_free(&r);
     cg_dump_case_free(&c);
@@ -632,7 +633,7 @@ START_TEST(value_and_gradient_apart) {
         const cg_dump_form form = {.layout = CG_LAYOUT_THD, .dtype = CG_F32, .anonymous = true};
         if (!cg_contract_parse(pairs[i][0], &contracts.value, &error) ||
             !cg_contract_parse(pairs[i][1], &contracts.gradient, &error) ||
-            !cg_dump_compute(&c, &contracts, &r, &error) ||
+            !cg_dump_compute(&c, &contracts, NULL, &r, &error) ||
             !cg_dump_write(in_folder("pair.safetensors"), &c, &contracts, &r, &form, &error))
             ck_abort_msg("%s", error.text);
         cg_dump_results_free(&r);

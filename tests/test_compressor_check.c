@@ -20,7 +20,7 @@ START_TEST(stored_vectors_match) {
     cg_error error = {0};
     int n;
     ck_assert_int_eq(cg_compressor_groups(archive), 3);
-    if (!cg_compressor_check(archive, 0, q, &n, &error)) ck_abort_msg("%s", error.text);
+    if (!cg_compressor_check(archive, NULL, 0, q, &n, &error)) ck_abort_msg("%s", error.text);
     ck_assert_int_eq(n, 12);
     for (int i = 0; i < n; i++) {
         if (!q[i].ok)
@@ -54,7 +54,7 @@ START_TEST(a_changed_element_is_found) {
         cg_archive *changed = cg_archive_open(path, &error);
         cg_compressor_quantity q[CG_COMPRESSOR_QUANTITIES];
         int n;
-        if (!changed || !cg_compressor_check(changed, 0, q, &n, &error)) ck_abort_msg("%s", error.text);
+        if (!changed || !cg_compressor_check(changed, NULL, 0, q, &n, &error)) ck_abort_msg("%s", error.text);
         for (int k = 0; k < n; k++) {
             ck_assert_int_eq(q[k].ok, strcmp(q[k].name, name) != 0);
             if (!q[k].ok) ck_assert_double_lt(fabs(q[k].got - q[k].expected - 0.01), 1e-4);
@@ -82,7 +82,7 @@ START_TEST(shapes_that_do_not_fit_are_refused) {
     if (!cg_safetensors_write(path, tensors, n_tensors, NULL, 0, &error)) ck_abort_msg("%s", error.text);
     cg_archive *bare = cg_archive_open(path, &error);
     cg_compressor_quantity q[CG_COMPRESSOR_QUANTITIES];
-    ck_assert(!cg_compressor_check(bare, 0, q, &n, &error));
+    ck_assert(!cg_compressor_check(bare, NULL, 0, q, &n, &error));
     ck_assert_str_eq(error.text,
                      "r4_thd.out.compressed has 8 rows, expected 9 (floor(length / 4) of each segment)");
     ck_assert_int_eq(error.code, CG_BAD_INPUT);

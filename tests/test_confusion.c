@@ -112,7 +112,7 @@ static cg_dump_results results_of(const sample *s, const cg_contract *value, con
     cg_dump_contracts contracts = {*value, *gradient, true};
     cg_dump_results r;
     cg_error error = {0};
-    if (!cg_dump_compute(&s->c, &contracts, &r, &error)) ck_abort_msg("%s", error.text);
+    if (!cg_dump_compute(&s->c, &contracts, NULL, &r, &error)) ck_abort_msg("%s", error.text);
     return r;
 }
 

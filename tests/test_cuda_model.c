@@ -10,6 +10,13 @@
 
 #include <unistd.h>
 
+/* What races in a step races in one policy, and what trains or checks gradients launches the same kernels. */
+#ifdef __SANITIZE_THREAD__
+static const bool races = true;
+#else
+static const bool races = false;
+#endif
+
 static cg_device *device;
 static cg_backend backend;
 
@@ -239,7 +246,7 @@ END_TEST
 static cg_config train_config(void) {
     cg_config c = cg_probe_config();
     const char *settings[][2] = {{"task", "recall"},      {"vocab_size", "96"},
-                                 {"seq_len", "128"},       {"batch_size", "1"},
+                                 {"seq_len", "128"},      {"batch_size", "1"},
                                  {"steps", "6"},          {"dtype", "f64"},
                                  {"indexer_warmup", "2"}, {"eval_batches", "1"},
                                  {"accumulate", "2"},     {"compress_ratios", "0,4,128"}};
@@ -384,11 +391,11 @@ int main(void) {
     TCase *tcase = tcase_create("cuda_model");
     tcase_set_timeout(tcase, 240);
     suite_add_tcase(suite, tcase);
-    tcase_add_loop_test(tcase, a_step_agrees_with_the_cpu, 0, 6);
+    tcase_add_loop_test(tcase, a_step_agrees_with_the_cpu, 0, races ? 1 : 6);
     tcase_add_test(tcase, watched_and_verified);
     tcase_add_test(tcase, wrong_data_change_nothing);
-    tcase_add_test(tcase, training_agrees_with_the_cpu);
-    tcase_add_test(tcase, gradients_match_differences);
+    if (!races) tcase_add_test(tcase, training_agrees_with_the_cpu);
+    if (!races) tcase_add_test(tcase, gradients_match_differences);
     tcase_add_test(tcase, leaves_are_reached_by_copies);
     tcase_add_test(tcase, a_device_that_is_full_refuses);
     SRunner *runner = srunner_create(suite);

@@ -45,7 +45,7 @@ static cg_dump_contracts contracts_of(const char *text) {
 static cg_dump_results compute(const cg_dump_case *c, const cg_dump_contracts *contracts) {
     cg_dump_results r;
     cg_error error = {0};
-    if (!cg_dump_compute(c, contracts, &r, &error)) ck_abort_msg("%s", error.text);
+    if (!cg_dump_compute(c, contracts, NULL, &r, &error)) ck_abort_msg("%s", error.text);
     return r;
 }
 

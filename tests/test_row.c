@@ -26,7 +26,7 @@ static cg_row_result *run(cg_dtype dtype, const char *json, const char *const *s
     cg_error error = {0};
     cg_row *row = cg_row_read(text, strlen(text), (const char *const(*)[2])pairs, n, &error);
     if (!row) ck_abort_msg("%s: %s", json, error.text);
-    cg_row_result *result = cg_row_run(row, &error);
+    cg_row_result *result = cg_row_run(row, NULL, &error);
     if (!result) ck_abort_msg("%s: %s", json, error.text);
     cg_row_free(row);
     return result;
@@ -540,7 +540,7 @@ START_TEST(cut_and_damaged_descriptions) {
         cg_error error = {0};
         cg_row *row = cg_row_read(copy, bytes, NULL, 0, &error);
         ck_assert(row || (error.code == CG_BAD_INPUT && *error.text));
-        cg_row_result *result = row ? cg_row_run(row, &error) : NULL;
+        cg_row_result *result = row ? cg_row_run(row, NULL, &error) : NULL;
         n_read += result != NULL;
         cg_row_result_free(result);
         cg_row_free(row);

@@ -48,6 +48,7 @@ typedef struct arguments {
     const char *files[MAX_FILES], *maps[MAX_MAPS], *settings[MAX_SETTINGS][2];
     int n_files, n_maps, n_settings;
     const char *config, *layout, *index, *lse, *expect, *tolerance, *rows, *threads;
+    tool_device device;
     bool json;
 } arguments;
 
@@ -61,6 +62,9 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
         return 0;
     }
     switch (key) {
+    case ARGP_KEY_INIT:
+        state->child_inputs[0] = &a->device;
+        return 0;
     case ARGP_KEY_ARG:
         if (a->n_files == MAX_FILES) argp_failure(state, CG_BAD_INPUT, 0, "more than %d files", MAX_FILES);
         a->files[a->n_files++] = arg;
@@ -143,17 +147,20 @@ static const struct argp_option options[] = {
            "list the N worst rows of each quantity, at most 64 (default: 0)"),
     {.name = "json", .key = TOOL_JSON, .group = GROUP_OUTPUT, .doc = "print JSON"},
     {0}};
-static const struct argp argp = {options,
-                                 parse,
-                                 "FILE...",
-                                 "Say which contract a dump of CSA attention and its indexer loss follows, and "
-                                 "where it first differs. Reads "
-                                 "safetensors, npy and npz. Exits with 0 when all is as the default contract "
-                                 "has it, with 1 when something differs or "
-                                 "another contract is found, with 2 for bad input.",
-                                 NULL,
-                                 NULL,
-                                 NULL};
+static const struct argp_child children[] = {TOOL_CHILD(tool_device_argp), {0}};
+static const struct argp argp = {
+    options,
+    parse,
+    "FILE...",
+    "Say which contract a dump of CSA attention and its indexer loss follows, and "
+    "where it first differs. Reads "
+    "safetensors, npy and npz. Exits with 0 when all is as the default contract "
+    "has it, with 1 when something differs or "
+    "another contract is found, with 2 for bad input. --device is for gated pooling and "
+    "--row: attention and its loss are judged row by row, on the CPU.",
+    children,
+    NULL,
+    NULL};
 
 /* ---- output ---- */
 
@@ -319,10 +326,17 @@ int csagrad_check(int argc, char **argv) {
         ok = false;
     }
     int code = CG_OK;
-    if (ok && a->n_files == 1 && csagrad_check_compressor(argv[0], a->files[0], o.tolerance, a->json, &code)) {
+    ok = ok && tool_device_open(&a->device, &error);
+    if (ok && a->n_files == 1 &&
+        csagrad_check_compressor(argv[0], a->files[0], a->device.backend, o.tolerance, a->json, &code)) {
+        tool_device_close(&a->device);
         free(a);
         return code;
     }
+    if (ok && a->device.backend)
+        ok = cg_fail(&error, CG_BAD_INPUT,
+                     "--device: attention and its loss are judged on the CPU, row by row; to judge "
+                     "a device, write a dump with csagrad dump --device");
     if (ok) {
         const cg_dump_options from = {.paths = a->files,
                                       .n_paths = a->n_files,
@@ -350,6 +364,7 @@ int csagrad_check(int argc, char **argv) {
     }
     free(v);
     cg_dump_close(dump);
+    tool_device_close(&a->device);
     free(a);
     return code;
 }

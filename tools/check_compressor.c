@@ -59,7 +59,8 @@ static bool print_json(const cg_compressor_quantity *q, int n) {
     return match;
 }
 
-bool csagrad_check_compressor(const char *program, const char *path, double tolerance, bool json, int *code) {
+bool csagrad_check_compressor(const char *program, const char *path, const cg_backend *backend,
+                              double tolerance, bool json, int *code) {
     cg_error error = {0}, unread = {0};
     cg_archive *archive =
         cg_archive_open(path, &unread); /* a file that cannot be read is the caller's to name */
@@ -69,7 +70,7 @@ bool csagrad_check_compressor(const char *program, const char *path, double tole
     }
     cg_compressor_quantity q[CG_COMPRESSOR_QUANTITIES];
     int n;
-    if (!cg_compressor_check(archive, tolerance, q, &n, &error)) {
+    if (!cg_compressor_check(archive, backend, tolerance, q, &n, &error)) {
         cg_error_at(&error, "%s", path);
         *code = tool_failed(program, &error);
     } else {

@@ -21,6 +21,7 @@ enum { MAX_KEYS = 32, KEY_ROW = TOOL_OWN_KEYS, KEY_FIRST, MAX_BYTES = 1 << 28 };
 typedef struct arguments {
     const char *settings[MAX_KEYS][2];
     int n_settings;
+    tool_device device;
     bool json;
 } arguments;
 
@@ -50,6 +51,10 @@ static void list_options(void) {
 static error_t parse(int key, char *arg, struct argp_state *state) {
     arguments *a = state->input;
     if (key == KEY_ROW) return 0;
+    if (key == ARGP_KEY_INIT) {
+        state->child_inputs[0] = &a->device;
+        return 0;
+    }
     if (key == TOOL_JSON) {
         a->json = true;
         return 0;
@@ -63,6 +68,7 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
     return 0;
 }
 
+static const struct argp_child children[] = {TOOL_CHILD(tool_device_argp), {0}};
 static const struct argp argp = {
     options,
     parse,
@@ -70,7 +76,7 @@ static const struct argp argp = {
     "Compute one query row: weights, output, lse, the indexer's target and loss, and all "
     "gradients. FILE is a JSON object whose keys are the options below (with _ for -); "
     "options override it. Numbers, lists and lists of lists are written as JSON.",
-    NULL,
+    children,
     NULL,
     NULL};
 
@@ -89,11 +95,10 @@ static bool take_file(int *argc, char **argv, const char **taken, cg_error *erro
         }
         argv[kept++] = argv[i];
         if (!option || strchr(argv[i], '=')) continue;
+        bool has_value = !strncmp(argv[i] + 2, "device", strlen(argv[i] + 2));
         for (int k = 0; k < MAX_KEYS && cg_row_key_at(k); k++)
-            if (!strncmp(argv[i] + 2, option_names[k], strlen(argv[i] + 2))) {
-                if (i + 1 < *argc) argv[kept++] = argv[++i];
-                break;
-            }
+            has_value |= !strncmp(argv[i] + 2, option_names[k], strlen(argv[i] + 2));
+        if (has_value && i + 1 < *argc) argv[kept++] = argv[++i];
     }
     *argc = kept;
     argv[kept] = NULL;
@@ -188,10 +193,12 @@ int csagrad_check_row(int argc, char **argv) {
         ok ? cg_row_read(text, bytes, (const char *const(*)[2])a.settings, a.n_settings, &error) : NULL;
     if (!row && ok && file) cg_error_at(&error, "%s", strcmp(file, "-") ? file : "standard input");
     free(text);
-    cg_row_result *result = row ? cg_row_run(row, &error) : NULL;
+    cg_row_result *result =
+        row && tool_device_open(&a.device, &error) ? cg_row_run(row, a.device.backend, &error) : NULL;
     if (result) (a.json ? print_json : print_table)(row, result);
     const int code = result ? 0 : tool_failed(argv[0], &error);
     cg_row_result_free(result);
     cg_row_free(row);
+    tool_device_close(&a.device);
     return code;
 }

@@ -6,14 +6,16 @@
 #ifndef CG_TOOLS_CSAGRAD_H
 #define CG_TOOLS_CSAGRAD_H
 
-#include <stdbool.h>
+#include "graph/backend.h"
 
 int csagrad_bench(int argc, char **argv);
 int csagrad_check(int argc, char **argv);
 int csagrad_check_row(int argc, char **argv); /* for csagrad check --row */
 
-/* For csagrad check of a file of gated pooling alone: true when it is one, with the exit code. */
-bool csagrad_check_compressor(const char *program, const char *path, double tolerance, bool json, int *code);
+/* For csagrad check of a file of gated pooling alone, computed on a backend (NULL: the CPU): true when it is one, with
+ * the exit code. */
+bool csagrad_check_compressor(const char *program, const char *path, const cg_backend *backend,
+                              double tolerance, bool json, int *code);
 
 int csagrad_config(int argc, char **argv);
 int csagrad_dump(int argc, char **argv);

@@ -19,6 +19,7 @@ enum { MAX_SEGMENTS = 4096 };
 
 typedef struct arguments {
     tool_model model;
+    tool_device device;
     const char *out, *graded, *layer, *layout, *segments, *contract, *gradients, *index, *lse, *dtype,
         *checkpoint;
     bool padded, anonymous, json;
@@ -46,6 +47,7 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
                                   &a->gradients, &a->index,  &a->lse,   &a->dtype,  &a->checkpoint};
     if (key == ARGP_KEY_INIT) {
         state->child_inputs[0] = &a->model;
+        state->child_inputs[1] = &a->device;
     } else if (key >= KEY_OUT && key <= KEY_CHECKPOINT) {
         *texts[key - KEY_OUT] = arg;
     } else if (key == KEY_PADDED) {
@@ -112,7 +114,8 @@ static const struct argp_option options[] = {
      .key = KEY_DTYPE,
      .arg = "NAME",
      .group = GROUP_OUTPUT,
-     .doc = "f32, f64 or bf16; all is computed in f64 from inputs rounded to it (default: the configuration's)"},
+     .doc =
+         "f32, f64 or bf16; all is computed in f64 from inputs rounded to it (default: the configuration's)"},
     {.name = "index",
      .key = KEY_INDEX,
      .arg = "NAME",
@@ -127,7 +130,7 @@ static const struct argp_option options[] = {
      .doc = "do not write into the file which contract, list and base it has"},
     TOOL_JSON_OPTION,
     {0}};
-static const struct argp_child children[] = {TOOL_CHILD(tool_model_argp), {0}};
+static const struct argp_child children[] = {TOOL_CHILD(tool_model_argp), TOOL_CHILD(tool_device_argp), {0}};
 static const struct argp argp = {
     options,
     parse,
@@ -272,7 +275,7 @@ static bool write_one(const arguments *a, const char *program, const cg_dump_con
     }
     if (ok) {
         cg_dump_case_round(&c, form.dtype);
-        ok = cg_dump_compute(&c, contracts, &results, error) &&
+        ok = cg_dump_compute(&c, contracts, a->device.backend, &results, error) &&
              cg_dump_write(a->out, &c, contracts, &results, &form, error);
     }
     if (ok) report(a, program, &c, &results, contracts);
@@ -287,14 +290,16 @@ int csagrad_dump(int argc, char **argv) {
     cg_error error = {0};
     cg_dump_contracts contracts = {0};
     tool_parse(&argp, argc, argv, &a);
-    bool ok = tool_model_apply(&a.model, &error) && read_contracts(&a, &contracts, &error);
+    bool ok = tool_model_apply(&a.model, &error) && read_contracts(&a, &contracts, &error) &&
+              tool_device_open(&a.device, &error);
     if (ok && !a.out == !a.graded)
         ok = cg_fail(&error, CG_BAD_INPUT, "give --out FILE for one dump, or --graded DIR for a set");
     if (ok && a.graded) {
-        ok = cg_dump_set_write(a.graded, &contracts, (uint64_t)a.model.config.seed, &error);
+        ok = cg_dump_set_write(a.graded, &contracts, a.device.backend, (uint64_t)a.model.config.seed, &error);
         if (ok && !a.json) printf("%s: %s/README.md says what each file is for\n", argv[0], a.graded);
     } else if (ok) {
         ok = write_one(&a, argv[0], &contracts, &error);
     }
+    tool_device_close(&a.device);
     return ok ? 0 : tool_failed(argv[0], &error);
 }

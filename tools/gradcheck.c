@@ -22,12 +22,16 @@ enum { KEY_OP = TOOL_OWN_KEYS };
 
 typedef struct arguments {
     const char *op;
+    tool_device device;
     bool json;
 } arguments;
 
 static error_t parse(int key, char *arg, struct argp_state *state) {
     arguments *a = state->input;
     switch (key) {
+    case ARGP_KEY_INIT:
+        state->child_inputs[0] = &a->device;
+        return 0;
     case KEY_OP:
         a->op = arg;
         return 0;
@@ -49,6 +53,7 @@ static const struct argp_option options[] = {
     TOOL_OUTPUT_HEADER,
     {.name = "json", .key = TOOL_JSON, .group = GROUP_OUTPUT, .doc = "print JSON"},
     {0}};
+static const struct argp_child children[] = {TOOL_CHILD(tool_device_argp), {0}};
 static const struct argp argp = {
     options,
     parse,
@@ -56,7 +61,7 @@ static const struct argp argp = {
     "Compare every gradient with central differences in f64. The bound is a relative error of 1e-6, measured "
     "against "
     "the largest derivative of the same input. Exits with 1 when a gradient is wrong or nothing was compared.",
-    NULL,
+    children,
     NULL,
     NULL};
 
@@ -69,7 +74,7 @@ typedef struct result {
 } result;
 
 /* Check ops; false when one is wrong or none has a gradient. */
-static bool check_ops(const cg_op *only, result *results, int *n) {
+static bool check_ops(const cg_op *only, const cg_backend *backend, result *results, int *n) {
     bool ok = true;
     int n_compared = 0;
     *n = 0;
@@ -77,7 +82,8 @@ static bool check_ops(const cg_op *only, result *results, int *n) {
         if (only && cg_all_ops.list[o] != only) continue;
         result *r = &results[(*n)++];
         r->op = cg_all_ops.list[o];
-        r->ok = cg_gradcheck_op(&cg_all_ops, r->op, NULL, &r->n_cases, &r->report, &r->error) && r->report.ok;
+        r->ok =
+            cg_gradcheck_op(&cg_all_ops, r->op, backend, &r->n_cases, &r->report, &r->error) && r->report.ok;
         if (!r->op->differentiable) continue;
         ok &= r->ok;
         n_compared++;
@@ -196,25 +202,26 @@ int csagrad_gradcheck(int argc, char **argv) {
     cg_error error = {0};
     tool_parse(&argp, argc, argv, &a);
     const cg_op *only = a.op ? find_op(a.op, &error) : NULL;
-    if (a.op && !only) return tool_failed(argv[0], &error);
+    if ((a.op && !only) || !tool_device_open(&a.device, &error)) return tool_failed(argv[0], &error);
     result *results = calloc((size_t)cg_all_ops.n, sizeof *results);
     cg_layer_report *layer = calloc(1, sizeof *layer);
     if (!results || !layer) {
         cg_fail(&error, CG_FAILED, "out of memory");
         free(results);
         free(layer);
+        tool_device_close(&a.device);
         return tool_failed(argv[0], &error);
     }
     cg_threads_set(1, NULL); /* shapes are tiny: threads would wait more than work */
     int n;
-    bool ok = check_ops(only, results, &n);
+    bool ok = check_ops(only, a.device.backend, results, &n);
     if (!a.json) {
-        printf("%s: central differences in f64, bound 1e-6%s%s\n\n", argv[0], a.op ? ", op " : "",
-               a.op ? a.op : "");
+        printf("%s: central differences in f64, bound 1e-6, device %s%s%s\n\n", argv[0], a.device.name,
+               a.op ? ", op " : "", a.op ? a.op : "");
         print_ops(results, n);
         fflush(stdout);
     }
-    if (!only && !cg_layer_check(NULL, 0, layer, &error)) {
+    if (!only && !cg_layer_check(a.device.backend, 0, layer, &error)) {
         layer->ok = false;
         snprintf(layer->worst, sizeof layer->worst, "%s", error.text);
     }
@@ -230,5 +237,6 @@ int csagrad_gradcheck(int argc, char **argv) {
     }
     free(results);
     free(layer);
+    tool_device_close(&a.device);
     return ok ? 0 : CG_FAILED;
 }

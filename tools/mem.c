@@ -40,6 +40,7 @@ enum { MAX_SIZES = 64, MAX_SEGMENTS = 4096, MAX_RUNS = 1000 };
 
 typedef struct arguments {
     tool_model model;
+    tool_device device;
     const char *dims, *seqs, *dtypes, *segments, *data, *part, *runs, *html, *snapshot, *trace;
     bool json, no_optimizer, warm_up, plan_only, verify, values, pareto;
     /* read from the texts above */
@@ -56,6 +57,7 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
     switch (key) {
     case ARGP_KEY_INIT:
         state->child_inputs[0] = &a->model;
+        state->child_inputs[1] = &a->device;
         return 0;
     case KEY_DIMS:
         a->dims = arg;
@@ -207,7 +209,7 @@ static const struct argp_option options[] = {
      .doc = "write the one row as a Chrome trace with a counter of live bytes"},
     TOOL_JSON_OPTION,
     {0}};
-static const struct argp_child children[] = {TOOL_CHILD(tool_model_argp), {0}};
+static const struct argp_child children[] = {TOOL_CHILD(tool_model_argp), TOOL_CHILD(tool_device_argp), {0}};
 static const struct argp argp = {options,
                                  parse,
                                  NULL,
@@ -376,7 +378,8 @@ static bool make_row(arguments *a, mem_row *row, const char *policy, int64_t seq
                        .seqlens = a->seqlens,
                        .no_optimizer = a->no_optimizer,
                        .attend_all = a->warm_up,
-                       .verify_recompute = a->verify};
+                       .verify_recompute = a->verify,
+                       .backend = a->device.backend};
     w->config.seq_len = seq;
     w->config.dtype = dtype;
     row->dims = a->dims ? a->dims : "config";
@@ -469,11 +472,13 @@ int csagrad_mem(int argc, char **argv) {
     tool_parse(&argp, argc, argv, a);
     char *title = command_text(argc, argv);
     report.title = title ? title : argv[0];
-    bool ok = read_arguments(a, &error) && make_rows(a, &report, &error) && read_off(a, &report, &error);
+    bool ok = read_arguments(a, &error) && tool_device_open(&a->device, &error) &&
+              make_rows(a, &report, &error) && read_off(a, &report, &error);
     if (ok && a->json) {
         ok = mem_print_json(&report) || cg_fail(&error, CG_FAILED, "out of memory while JSON is printed");
     } else if (ok) {
         tool_print_model(argv[0], &a->model.config);
+        if (a->device.backend) printf("device: %s\n", a->device.name);
         putchar('\n');
         mem_print(&report);
         for (int r = 0; a->values && r < report.n_rows; r++)
@@ -482,6 +487,7 @@ int csagrad_mem(int argc, char **argv) {
     ok = ok && write_files(a, &report, &error) && rows_hold(&report, &error);
     int code = ok ? 0 : tool_failed(argv[0], &error);
     mem_report_free(&report);
+    tool_device_close(&a->device);
     free(title);
     free(a);
     return code;

@@ -32,7 +32,9 @@ static void print_rows(const mem_report *report) {
                                          "measured",   "process",   "saved",      "in indexers",
                                          "recomputed", "workspace", "extra GFLOP"};
     table *t = table_new("lrlrrrrrrrrrr");
-    for (size_t c = 0; c < sizeof titles / sizeof titles[0]; c++) table_cell(t, "%s", titles[c]);
+    const bool on_device = report->n_rows && report->rows[0].workload.backend;
+    for (size_t c = 0; c < sizeof titles / sizeof titles[0]; c++)
+        table_cell(t, "%s", on_device && !strcmp(titles[c], "process") ? "driver" : titles[c]);
     table_cell(t, "%s", measured ? "step us" : "step us, estimated");
     table_cell(t, "loss");
     for (int r = 0; r < report->n_rows; r++) {
@@ -47,7 +49,7 @@ static void print_rows(const mem_report *report) {
         }
         mib_cell(t, row->m.planned_peak_bytes);
         mib_cell(t, row->m.measured_peak_bytes);
-        mib_cell(t, row->m.rss_peak_bytes);
+        mib_cell(t, row->workload.backend ? row->m.driver_peak_bytes : row->m.rss_peak_bytes);
         mib_cell(t, row->m.saved_bytes);
         mib_cell(t, mem_saved_in_indexers(row));
         mib_cell(t, row->m.recomputed_bytes);
@@ -70,20 +72,23 @@ static void print_agreement(const mem_report *report) {
     int n = 0;
     int64_t worst = 0;
     double process = 0;
+    bool on_device = false;
     for (int r = 0; r < report->n_rows; r++) {
         const mem_row *row = &report->rows[r];
         if (!row->m.node_us) continue;
         int64_t difference = llabs(row->m.measured_peak_bytes - row->m.planned_peak_bytes);
         if (difference > worst) worst = difference;
-        double off = fabs((double)row->m.rss_peak_bytes / (double)row->m.planned_peak_bytes - 1);
-        if (row->m.rss_peak_bytes >= 0 && off > process) process = off;
+        int64_t witness = row->workload.backend ? row->m.driver_peak_bytes : row->m.rss_peak_bytes;
+        double off = fabs((double)witness / (double)row->m.planned_peak_bytes - 1);
+        if (witness >= 0 && off > process) process = off;
+        on_device |= row->workload.backend != NULL;
         n++;
     }
     if (!n) return;
-    printf("\nplanned and measured peak of %d %s: largest difference %lld bytes; the process grew by the same "
-           "within "
-           "%.2f %%\n",
-           n, n == 1 ? "row" : "rows", (long long)worst, 100 * process);
+    printf(
+        "\nplanned and measured peak of %d %s: largest difference %lld bytes; %s by the same within %.2f %%\n",
+        n, n == 1 ? "row" : "rows", (long long)worst,
+        on_device ? "the device's free memory fell" : "the process grew", 100 * process);
 }
 
 /* What a budget was met with, and how much better it might be done. */
@@ -344,6 +349,7 @@ static json_t *row_json(const mem_report *report, const mem_row *row) {
         {"planned_peak_bytes", m->planned_peak_bytes},
         {"measured_peak_bytes", m->measured_peak_bytes},
         {"rss_peak_bytes", m->rss_peak_bytes},
+        {"driver_peak_bytes", m->driver_peak_bytes},
         {"saved_bytes", m->saved_bytes},
         {"recomputed_bytes", m->recomputed_bytes},
         {"workspace_bytes", m->workspace_bytes},

@@ -108,7 +108,8 @@ static bool base_of(const mem_row *row, cg_step *base, cg_error *error) {
 
 static bool try_each(mem_row *row, cg_graph *graph, bool *chosen, const double *node_us, cg_error *error) {
     cg_trial as_is, trial;
-    cg_plan_options options = {.keep_cloned_originals = row->workload.verify_recompute};
+    cg_plan_options options = {.backend = row->workload.backend,
+                               .keep_cloned_originals = row->workload.verify_recompute};
     if (!cg_recompute_trial(graph, chosen, node_us, &options, 0, &as_is, error)) return false;
     for (int i = 0; i < row->n_saved; i++) {
         mem_what_if *what_if = &row->what_if[i];
@@ -223,7 +224,8 @@ bool mem_curves_make(mem_report *report, cg_error *error) {
         *curve = (mem_curve){.base = row->policy, .row = row};
         if (!measured_node_us(row, &node_us, error)) return false;
         curve->node_us = node_us;
-        curve->frontier = cg_frontier_make(row->step.graph, node_us, NULL, 0, error);
+        curve->frontier = cg_frontier_make(row->step.graph, node_us,
+                                           &(cg_plan_options){.backend = row->workload.backend}, 0, error);
         if (!curve->frontier) return false;
     }
     return report->n_curves ||

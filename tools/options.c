@@ -8,10 +8,11 @@
 
 #include "core/suggest.h"
 #include "core/threads.h"
+#include "ops/cuda/cuda_ops.h"
 
 /* ---- options that set a key of the configuration ---- */
 
-enum { KEY_CONFIG = 1001, KEY_SET, KEY_THREADS, KEY_FIRST };
+enum { KEY_CONFIG = 1001, KEY_SET, KEY_THREADS, KEY_DEVICE, KEY_FIRST };
 
 typedef struct shortcut {
     const char *option, *key;
@@ -126,6 +127,59 @@ const struct argp tool_model_argp = {
     .options = model_options, .parser = parse_model, .help_filter = help_of_key};
 const struct argp tool_training_argp = {
     .options = training_options, .parser = parse_model, .help_filter = help_of_key};
+
+/* ---- where it computes ---- */
+
+static const struct argp_option device_options[] = {
+    {.name = "device",
+     .key = KEY_DEVICE,
+     .arg = "NAME",
+     .group = GROUP_POLICY,
+     .doc = "cpu, cuda, or cuda:N for another than the first one (default: cpu)"},
+    {0}};
+
+static error_t parse_device(int key, char *arg, struct argp_state *state) {
+    tool_device *device = state->input;
+    if (key != KEY_DEVICE) return ARGP_ERR_UNKNOWN;
+    device->word = arg;
+    return 0;
+}
+
+const struct argp tool_device_argp = {.options = device_options, .parser = parse_device};
+
+bool tool_device_open(tool_device *device, cg_error *error) {
+    static const char *const names[] = {"cpu", "cuda"};
+    const char *word = device->word ? device->word : "cpu";
+    int64_t index = 0;
+    snprintf(device->name, sizeof device->name, "cpu");
+    if (!strcmp(word, "cpu")) return true;
+    bool ok = true;
+    if (!strncmp(word, "cuda:", 5))
+        ok = tool_integer("--device cuda:N", word + 5, 0, 1023, &index, error);
+    else if (strcmp(word, "cuda"))
+        ok = tool_unknown("device", word, names, 2, error);
+    ok = ok && (device->device = cg_device_open((int)index, error));
+    ok = ok && cg_cuda_backend(&device->cuda, device->device, getenv("CSAGRAD_CUDA_VARIANT"), error);
+    if (!ok) {
+        cg_error_at(error, "--device");
+        tool_device_close(device);
+        return false;
+    }
+    cg_device_facts facts;
+    cg_device_facts_of(device->device, &facts);
+    snprintf(device->name, sizeof device->name, "%.100s, sm_%d, %.1f GiB", facts.name, facts.sm,
+             (double)facts.memory_bytes / (1 << 30));
+    device->backend = &device->cuda;
+    return true;
+}
+
+void tool_device_close(tool_device *device) {
+    cg_device_close(device->device);
+    device->device = NULL;
+    device->backend = NULL;
+}
+
+/* ---- the whole configuration ---- */
 
 static bool load_file(tool_model *model, cg_error *error) {
     if (!model->config_file || cg_config_load(&model->config, model->config_file, error)) return true;

@@ -14,6 +14,7 @@
 
 #include <argp.h>
 
+#include "graph/backend.h"
 #include "models/config.h"
 
 /* Groups of --help, in this order. Options of a subcommand join them by number. */
@@ -47,6 +48,22 @@ typedef struct tool_model {
     int n_settings;
     const char *threads; /* NULL: all */
 } tool_model;
+
+/* Where a command computes: --device. Children of an argp take it by tool_device_argp. */
+typedef struct tool_device {
+    const char *word; /* as the user wrote it; NULL: cpu */
+    char name[160];   /* for people: "cpu", or the name of the device and what it can */
+    cg_device *device;
+    cg_backend cuda;
+    const cg_backend *backend; /* after tool_device_open; NULL: the CPU */
+} tool_device;
+
+extern const struct argp tool_device_argp;
+
+/* Open the device that was asked for. False with the driver's reason and CG_NO_DEVICE when it cannot be used. The
+ * environment's CSAGRAD_CUDA_VARIANT names a variant of kernels that is taken wherever there is one ("plain"). */
+bool tool_device_open(tool_device *device, cg_error *error);
+void tool_device_close(tool_device *device);
 
 extern const struct argp tool_model_argp;    /* --config --set --task --seq --batch --seed ... */
 extern const struct argp tool_training_argp; /* --steps --indexer-warmup --dtype */

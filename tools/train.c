@@ -35,6 +35,7 @@ enum { DIR_BYTES = 480 }; /* of --out: with a file's name it fits into the paths
 
 typedef struct train_options {
     tool_model model;
+    tool_device device;
     const char *data, *out, *record_topk, *replay_topk;
     bool resume, verify_recompute, json;
 } train_options;
@@ -90,6 +91,7 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
     case ARGP_KEY_INIT:
         state->child_inputs[0] = &o->model;
         state->child_inputs[1] = &o->model;
+        state->child_inputs[2] = &o->device;
         return 0;
     case KEY_DATA:
         o->data = arg;
@@ -246,7 +248,8 @@ static bool make_trainer(run *r, const char *checkpoint, cg_error *error) {
     cg_trainer_options how = {.checkpoint = checkpoint,
                               .record_topk = r->options->record_topk,
                               .replay_topk = r->options->replay_topk,
-                              .verify_recompute = r->options->verify_recompute};
+                              .verify_recompute = r->options->verify_recompute,
+                              .backend = r->options->device.backend};
     return (r->trainer = cg_trainer_new(r->config, r->feed, &how, error)) != NULL;
 }
 
@@ -337,6 +340,7 @@ static bool begin(run *r, cg_error *error) {
     facts = cg_feed_facts_of(r->feed);
     if (!r->options->json) {
         tool_print_model("csagrad train", r->config);
+        if (r->options->device.backend) printf("device: %s\n", r->options->device.name);
         if (r->config->task == CG_TASK_TEXT)
             printf("data: %s, %" PRId64 " documents, %.1f MiB for training, %.1f MiB held out\n", facts->source,
                    facts->documents, (double)facts->train_bytes / 1048576,
@@ -422,7 +426,10 @@ static void print_table(const run *r, const cg_evaluation *e) {
     table_row("indexer recall of the true top-k", "%.4f", number_of(r->start, "recall"), e->recall);
     printf("\n  peak memory of a step: planned %.2f MiB, measured %.2f MiB", (double)plan->peak_bytes / 1048576,
            (double)cg_trainer_measured_bytes(r->trainer) / 1048576);
-    if (r->process_growth >= 0)
+    if (r->options->device.backend)
+        printf(", the most asked of the device %.2f MiB",
+               (double)cg_device_asked_peak(r->options->device.device) / 1048576);
+    else if (r->process_growth >= 0)
         printf(", and the process grew by %.2f MiB", (double)r->process_growth / 1048576);
     const cg_measurement m = cg_measurement_planned(cg_trainer_graph(r->trainer));
     printf("\n  kept for backward %.2f MiB, computed again %.2f MiB, workspace of a node at most %.2f MiB",
@@ -457,6 +464,11 @@ static json_t *final_json(const run *r, const cg_evaluation *e) {
     json_object_set_new(line, "saved_bytes", json_integer(m.saved_bytes));
     json_object_set_new(line, "recomputed_bytes", json_integer(m.recomputed_bytes));
     json_object_set_new(line, "workspace_bytes", json_integer(m.workspace_bytes));
+    if (r->options->device.backend) {
+        const cg_device *device = r->options->device.device;
+        json_object_set_new(line, "device", json_string(r->options->device.name));
+        json_object_set_new(line, "device_asked_peak_bytes", json_integer(cg_device_asked_peak(device)));
+    }
     json_object_set_new(line, "process_growth_bytes", known_bytes(r->process_growth));
     json_object_set_new(line, "process_peak_bytes", known_bytes(cg_process_peak_bytes()));
     json_object_set_new(line, "seconds", run_number(now_s() - r->started_s));
@@ -480,7 +492,7 @@ static bool finish(run *r, cg_evaluation *e, bool evaluated, cg_error *error) {
 
 int csagrad_train(int argc, char **argv) {
     static const struct argp_child children[] = {
-        TOOL_CHILD(tool_model_argp), TOOL_CHILD(tool_training_argp), {0}};
+        TOOL_CHILD(tool_model_argp), TOOL_CHILD(tool_training_argp), TOOL_CHILD(tool_device_argp), {0}};
     static const struct argp argp = {
         .options = options,
         .parser = parse,
@@ -504,7 +516,8 @@ int csagrad_train(int argc, char **argv) {
         }
         o.model.config_given = true;
     }
-    if (!tool_model_apply(&o.model, &error)) return tool_failed(argv[0], &error);
+    if (!tool_model_apply(&o.model, &error) || !tool_device_open(&o.device, &error))
+        return tool_failed(argv[0], &error);
     struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART}, hangup;
     sigaction(SIGINT, &action, NULL);
     sigaction(SIGTERM, &action, NULL);
@@ -528,6 +541,7 @@ int csagrad_train(int argc, char **argv) {
     cg_feed_free(r.feed);
     json_decref(r.start);
     if (r.lock >= 0) close(r.lock);
+    tool_device_close(&o.device);
     free(end);
     if (!ok) return tool_failed(argv[0], &error);
     return interrupted ? 128 + interrupted : 0;

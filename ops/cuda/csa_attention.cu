@@ -116,7 +116,7 @@ CG_GLOBAL void attention_kernel(attention<T> a, T *out, cg_sum_of<T> *lse, cg_su
         const T *q = a.q + i * a.D;
         int64_t d0 = 0;
         do {
-            log_sum<S> part[2] = {log_sum_of((S)cg_up(a.sink[h])), log_sum_of(-cg_infinity<S>)};
+            log_sum<S> part[2] = {log_sum_of(a.sink[h]), log_sum_of(-cg_infinity<S>)};
             S sum[2][LANE_COLUMNS] = {};
             for (int p = 0; p < 2; p++) {
                 const int64_t end = p ? keys.n : keys.n_window;
@@ -145,7 +145,7 @@ CG_GLOBAL void attention_kernel(attention<T> a, T *out, cg_sum_of<T> *lse, cg_su
                 if (share) {
                     const double rest = teacher == CG_TEACHER_FULL
                                             ? (double)part[0].top + log((double)part[0].sum)
-                                        : teacher == CG_TEACHER_SINK ? (double)cg_up(a.sink[h])
+                                        : teacher == CG_TEACHER_SINK ? (double)a.sink[h]
                                                                      : -cg_infinity<double>;
                     share[i] = teacher_share(part[1], rest);
                     top[i] = part[1].top;
@@ -242,14 +242,14 @@ CG_GLOBAL void query_grad_kernel(attention<T> a, const cg_sum_of<T> *lse, const 
 /* dsink[h] = - sum_t exp(sink - lse) delta: a block per head. */
 template <typename T>
 CG_GLOBAL void sink_grad_kernel(attention<T> a, const cg_sum_of<T> *lse, const int32_t *live,
-                                const cg_sum_of<T> *delta, T *dsink) {
+                                const cg_sum_of<T> *delta, cg_sum_of<T> *dsink) {
     for (int64_t h = blockIdx.x; h < a.H; h += gridDim.x) {
         double sum = 0;
         for (int64_t t = threadIdx.x; t < a.T_; t += THREADS)
             if (live[t] && delta[t * a.H + h] != 0) /* a row that sees nothing may have the lse -inf */
-                sum -= exp((double)cg_up(a.sink[h]) - (double)lse[t * a.H + h]) * (double)delta[t * a.H + h];
+                sum -= exp((double)a.sink[h] - (double)lse[t * a.H + h]) * (double)delta[t * a.H + h];
         sum = cg_block_sum(sum);
-        if (threadIdx.x == 0) dsink[h] = cg_down<T>((cg_sum_of<T>)sum);
+        if (threadIdx.x == 0) dsink[h] = (cg_sum_of<T>)sum;
     }
 }
 
@@ -362,7 +362,7 @@ template <typename T> bool csa_attention_grad(const cg_run_args *args, cg_stream
         CG_LAUNCH(window_grad_kernel<T>, cg_blocks(a.T_, 1), THREADS, 0, stream, a, lse, dout, s.live, delta,
                   (T *)args->out[1].data) &&
         CG_LAUNCH(sink_grad_kernel<T>, cg_blocks(a.H, 1), THREADS, 0, stream, a, lse, s.live, delta,
-                  (T *)args->out[2].data);
+                  (S *)args->out[2].data);
     if (ok && a.topk)
         ok = invert(args, stream, a.topk, s.chosen) &&
              CG_LAUNCH(chosen_grad_kernel<T>, cg_blocks(a.C, 1), THREADS, 0, stream, a, lse, dout, s.live,

@@ -13,7 +13,8 @@ template <typename T> struct attention {
     int64_t T_, H, D, C, K, W;
     const int32_t *rows, *topk;
     cg_sum_of<T> scale;
-    const T *q, *kv, *ckv, *sink;
+    const T *q, *kv, *ckv;
+    const cg_sum_of<T> *sink;
 };
 
 template <typename T> attention<T> attention_of(const cg_run_args *args) {
@@ -31,7 +32,7 @@ template <typename T> attention<T> attention_of(const cg_run_args *args) {
             .q = (const T *)in[Q].data,
             .kv = (const T *)in[KV].data,
             .ckv = (const T *)in[CKV].data,
-            .sink = (const T *)in[SINK].data};
+            .sink = (const cg_sum_of<T> *)in[SINK].data};
 }
 
 /* The first of the kv rows that row t sees up to itself; t + 1 when it sees none. Inside the tensor whatever the facts

@@ -179,7 +179,7 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_attention_kernel(atte
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const int h = head + 8 * r;
-                top[r] = h < heads ? cg_bf16_to_float(a.sink[head0 + h]) : 0;
+                top[r] = h < heads ? a.sink[head0 + h] : 0;
                 if (quad == 0 && along_keys == 0) s->sink[h] = top[r];
             }
 

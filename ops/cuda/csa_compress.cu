@@ -10,7 +10,8 @@ enum { THREADS = 128 };
 template <typename T> struct pool {
     int64_t T_, C, m, d, columns;
     bool overlap;
-    const T *kv, *gate, *ape;
+    const T *kv, *gate;
+    const cg_sum_of<T> *ape;
     const int32_t *entries, *positions;
 };
 
@@ -26,7 +27,7 @@ template <typename T> pool<T> pool_of(const cg_run_args *args) {
             .overlap = attr->overlap,
             .kv = (const T *)in[KV].data,
             .gate = (const T *)in[GATE].data,
-            .ape = (const T *)in[APE].data,
+            .ape = (const cg_sum_of<T> *)in[APE].data,
             .entries = (const int32_t *)in[ENTRIES].data,
             .positions = (const int32_t *)in[POSITIONS].data};
 }
@@ -104,12 +105,12 @@ CG_DEVICE pooled<cg_sum_of<T>> pool_channel(const pool<T> &p, const entry_slots<
     for (int64_t i = 0; i < slots.n; i++) {
         int64_t in_ape;
         const int64_t at = slots.at(p, i, j, &in_ape);
-        result.all.top = cg_larger()(result.all.top, cg_up(p.gate[at]) + cg_up(p.ape[in_ape]));
+        result.all.top = cg_larger()(result.all.top, cg_up(p.gate[at]) + p.ape[in_ape]);
     }
     for (int64_t i = 0; i < slots.n; i++) {
         int64_t in_ape;
         const int64_t at = slots.at(p, i, j, &in_ape);
-        const S e = cg_exp(cg_up(p.gate[at]) + cg_up(p.ape[in_ape]) - result.all.top);
+        const S e = cg_exp(cg_up(p.gate[at]) + p.ape[in_ape] - result.all.top);
         result.all.sum += e;
         result.mean = cg_fma(e, cg_up(p.kv[at]), result.mean);
     }
@@ -170,7 +171,7 @@ CG_GLOBAL void compress_grad_kernel(pool<T> p, const T *dout, T *dkv, T *dgate, 
             for (int64_t k = 0; k < slots.n; k++) {
                 int64_t in_ape;
                 const int64_t at = slots.at(p, k, j, &in_ape);
-                const S share = g * cg_exp(cg_up(p.gate[at]) + cg_up(p.ape[in_ape]) - entry.all.top);
+                const S share = g * cg_exp(cg_up(p.gate[at]) + p.ape[in_ape] - entry.all.top);
                 const S dlogit = share * (cg_up(p.kv[at]) - entry.mean);
                 dkv[at] = cg_down<T>(share);
                 dgate[at] = cg_down<T>(dlogit);
@@ -181,11 +182,11 @@ CG_GLOBAL void compress_grad_kernel(pool<T> p, const T *dout, T *dkv, T *dgate, 
 }
 
 template <typename T>
-CG_GLOBAL void add_parts_kernel(const cg_sum_of<T> *sums, T *dape, int64_t n, int64_t parts) {
+CG_GLOBAL void add_parts_kernel(const cg_sum_of<T> *sums, cg_sum_of<T> *dape, int64_t n, int64_t parts) {
     CG_FOR(i, n) {
         cg_sum_of<T> sum = 0;
         for (int64_t part = 0; part < parts; part++) sum += sums[part * n + i];
-        dape[i] = cg_down<T>(sum);
+        dape[i] = sum;
     }
 }
 
@@ -203,22 +204,24 @@ template <typename T> bool csa_compress_grad(const cg_run_args *args, cg_stream 
            CG_LAUNCH(clear_kernel<T>, cg_blocks(n, 256), 256, 0, stream, dkv, dgate, n) &&
            CG_LAUNCH(compress_grad_kernel<T>, cg_blocks(parts * p.d, THREADS), THREADS, 0, stream, p,
                      (const T *)args->in[DOUT].data, dkv, dgate, sums, parts) &&
-           CG_LAUNCH(add_parts_kernel<T>, cg_blocks(n_ape, 256), 256, 0, stream, sums, (T *)args->out[2].data,
-                     n_ape, parts);
+           CG_LAUNCH(add_parts_kernel<T>, cg_blocks(n_ape, 256), 256, 0, stream, sums,
+                     (cg_sum_of<T> *)args->out[2].data, n_ape, parts);
 }
 
 } // namespace
 
 extern "C" const cg_cuda_op cg_cuda_csa_compress = {
     .op = "csa_compress",
-    .variants = {{.name = "plain", .launch = {csa_compress<float>, csa_compress<double>}}},
+    .variants = {{.name = "plain",
+                  .launch = {csa_compress<float>, csa_compress<double>, nullptr, csa_compress<cg_bf16>}}},
     .describe = describe,
 };
 
 extern "C" const cg_cuda_op cg_cuda_csa_compress_grad = {
     .op = "csa_compress_grad",
     .variants = {{.name = "plain",
-                  .launch = {csa_compress_grad<float>, csa_compress_grad<double>},
+                  .launch = {csa_compress_grad<float>, csa_compress_grad<double>, nullptr,
+                             csa_compress_grad<cg_bf16>},
                   .workspace = compress_grad_workspace}},
     .describe = describe,
 };

@@ -26,8 +26,8 @@ void describe(const cg_run_args *args, const cg_device_fault *fault, cg_error *e
 /* Top and share of every head and row: a warp each, a key per lane. */
 template <typename T>
 CG_GLOBAL void teacher_shares_kernel(const T *q, const T *ckv, const int32_t *index,
-                                     const cg_sum_of<T> *window_lse, const T *sink, sizes z, cg_sum_of<T> scale,
-                                     double *share, cg_sum_of<T> *top) {
+                                     const cg_sum_of<T> *window_lse, const cg_sum_of<T> *sink, sizes z,
+                                     cg_sum_of<T> scale, double *share, cg_sum_of<T> *top) {
     typedef cg_sum_of<T> S;
     const int64_t warps = (int64_t)gridDim.x * WARPS;
     for (int64_t i = (int64_t)blockIdx.x * WARPS + threadIdx.x / CG_WARP; i < z.T * z.H; i += warps) {
@@ -35,9 +35,7 @@ CG_GLOBAL void teacher_shares_kernel(const T *q, const T *ckv, const int32_t *in
         const listed_keys keys = {index + t * z.N, z.N, z.C};
         const log_sum<S> all = head_log_sum(q + i * z.D, ckv, keys, z.D, scale);
         if (threadIdx.x % CG_WARP) continue;
-        const double rest = window_lse ? (double)window_lse[i]
-                            : sink     ? (double)cg_up(sink[h])
-                                       : -cg_infinity<double>;
+        const double rest = window_lse ? (double)window_lse[i] : sink ? (double)sink[h] : -cg_infinity<double>;
         share[i] = teacher_share(all, rest);
         top[i] = all.top;
     }
@@ -73,7 +71,7 @@ template <typename T> bool csa_teacher_at(const cg_run_args *args, cg_stream *st
     S *top = (S *)((char *)args->workspace + cg_piece((size_t)(z.T * z.H) * sizeof(double)));
     return CG_LAUNCH(check_index_kernel, cg_blocks(z.T * z.N, 256), 256, 0, stream, index, z, args->fault) &&
            CG_LAUNCH(teacher_shares_kernel<T>, cg_blocks(z.T * z.H, WARPS), THREADS, 0, stream, q, ckv, index,
-                     (const S *)in[WINDOW_LSE].data, (const T *)in[SINK].data, z, scale, share, top) &&
+                     (const S *)in[WINDOW_LSE].data, (const S *)in[SINK].data, z, scale, share, top) &&
            CG_LAUNCH(teacher_kernel<T>, cg_blocks(z.T, 1), THREADS, 0, stream, q, ckv, index, z, scale, share,
                      top, (S *)args->out[0].data);
 }
@@ -83,7 +81,7 @@ template <typename T> bool csa_teacher_at(const cg_run_args *args, cg_stream *st
 extern "C" const cg_cuda_op cg_cuda_csa_teacher_at = {
     .op = "csa_teacher_at",
     .variants = {{.name = "plain",
-                  .launch = {csa_teacher_at<float>, csa_teacher_at<double>},
+                  .launch = {csa_teacher_at<float>, csa_teacher_at<double>, nullptr, csa_teacher_at<cg_bf16>},
                   .workspace = workspace}},
     .describe = describe,
 };

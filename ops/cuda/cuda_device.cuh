@@ -61,12 +61,18 @@ CG_DEVICE void cg_ldmatrix_x4_trans(uint32_t r[4], const void *shared_row) {
                  : "memory");
 }
 
-/* 16 bytes from global to shared memory, both on multiples of 16, there after the wait. wait<N> waits for all but the
- * N youngest groups of this thread. */
+/* 16 bytes from global to shared memory, both on multiples of 16, there after the wait; zeros instead, and nothing is
+ * read, when not valid. wait<N> waits for all but the N youngest groups of this thread. */
 CG_DEVICE void cg_cp_async_16(void *to_shared, const void *from_global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                  :
                  : "r"((uint32_t)__cvta_generic_to_shared(to_shared)), "l"(from_global)
+                 : "memory");
+}
+CG_DEVICE void cg_cp_async_16(void *to_shared, const void *from_global, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :
+                 : "r"((uint32_t)__cvta_generic_to_shared(to_shared)), "l"(from_global), "r"(valid ? 16 : 0)
                  : "memory");
 }
 CG_DEVICE void cg_cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

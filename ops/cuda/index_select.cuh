@@ -11,7 +11,7 @@
 #ifndef CG_OPS_CUDA_INDEX_SELECT_CUH
 #define CG_OPS_CUDA_INDEX_SELECT_CUH
 
-#include "ops/cuda/reduce.cuh"
+#include "ops/cuda/indexer.cuh"
 
 namespace {
 

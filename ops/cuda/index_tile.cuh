@@ -16,18 +16,63 @@ namespace {
 
 constexpr int TILE_HEADS = 64, TILE_CHANNELS = 128; /* the most that it can do */
 
-/* Rows of DI channels in shared memory lie so far apart that the 8 rows of an ldmatrix are in different banks. */
-template <int DI> struct tile_pitch { static constexpr int value = DI + 8; };
+/* ---- tiles of bf16 in shared memory, and the fragments of cg_mma_bf16_16x8x16 ----
+ *
+ * Pieces are 8 numbers, 16 bytes. A row of COLUMNS numbers is followed by an empty piece, so that the 8 rows of an
+ * ldmatrix lie in different banks. */
 
-/* One row of Di channels into shared memory, zeros up to DI; by `threads` threads of which this is `thread`, for row
- * number thread / (DI / 8) and so on. Channels come in eights. NULL: nothing is copied. */
-template <int DI> CG_DEVICE void tile_copy(cg_bf16 *to, const cg_bf16 *from, int eighth, int64_t Di) {
-    if (!from) return;
-    if (eighth * 8 < Di)
-        cg_cp_async_16(to + eighth * 8, from + eighth * 8);
-    else
-        *(float4 *)(to + eighth * 8) = make_float4(0, 0, 0, 0);
+constexpr int PIECE = 8;
+
+template <int COLUMNS> struct tile {
+    static constexpr int PIECES = COLUMNS / PIECE, PITCH = COLUMNS + PIECE;
+    cg_bf16 *data;
+    CG_MEMBER cg_bf16 *piece(int row, int p) const { return data + row * PITCH + p * PIECE; }
+};
+
+/* Rows of a matrix [.., n] in global memory, n a multiple of PIECE, into rows of tiles: a thread copies the same piece of
+ * every row it is asked for. Zeros behind n, and where there is no row. */
+template <int COLUMNS> struct row_copy {
+    const cg_bf16 *pieces;
+    uint32_t n;
+    int p;
+    bool is_piece;
+
+    /* threads: any number, of which this is `thread`; piece thread % PIECES is this one's. */
+    CG_MEMBER row_copy(const cg_bf16 *matrix, int64_t length, int thread)
+        : pieces(matrix), n((uint32_t)length), p(thread % tile<COLUMNS>::PIECES), is_piece(p * PIECE < (int)n) {
+        if (is_piece) pieces += p * PIECE;
+    }
+    CG_MEMBER void queue(tile<COLUMNS> to, int row, int from_row, bool is_row) const {
+        cg_cp_async_16(to.piece(row, p), pieces + (is_row ? (uint64_t)(uint32_t)from_row * n : 0),
+                       is_piece && is_row);
+    }
+};
+
+/* The left side: 16 rows from row0 on, columns of pieces p and p + 1. */
+template <int COLUMNS> CG_DEVICE void left_of_rows(uint32_t a[4], tile<COLUMNS> x, int row0, int p) {
+    const int lane = (int)threadIdx.x % CG_WARP;
+    cg_ldmatrix_x4(a, x.piece(row0 + lane % 16, p + lane / 16));
 }
+
+/* The left side out of columns: 16 columns, those of pieces p and p + 1, by 16 rows from row0 on. */
+template <int COLUMNS> CG_DEVICE void left_of_columns(uint32_t a[4], tile<COLUMNS> x, int row0, int p) {
+    const int lane = (int)threadIdx.x % CG_WARP;
+    cg_ldmatrix_x4_trans(a, x.piece(row0 + lane % 8 + lane / 16 * 8, p + lane / 8 % 2));
+}
+
+/* The right side, twice: columns are 8 rows from row0 on; summed over pieces p and p + 1, and p + 2 and p + 3. */
+template <int COLUMNS> CG_DEVICE void right_of_rows(uint32_t b[2][2], tile<COLUMNS> x, int row0, int p) {
+    const int lane = (int)threadIdx.x % CG_WARP;
+    cg_ldmatrix_x4(b[0], x.piece(row0 + lane % 8, p + lane / 8));
+}
+
+/* The right side, twice: columns are those of pieces p, and p + 1; summed over 16 rows from row0 on. */
+template <int COLUMNS> CG_DEVICE void right_of_columns(uint32_t b[2][2], tile<COLUMNS> x, int row0, int p) {
+    const int lane = (int)threadIdx.x % CG_WARP;
+    cg_ldmatrix_x4_trans(b[0], x.piece(row0 + lane % 16, p + lane / 16));
+}
+
+/* ---- one query ---- */
 
 template <int DI> struct tile_query {
     static constexpr int STEPS = DI / 16, HEADS = TILE_HEADS / 8;
@@ -52,17 +97,15 @@ template <int DI> struct tile_query {
         }
     }
 
-    /* Scores of 16 keys at `keys`, rows tile_pitch apart: what this lane has of those of keys g and g + 8. */
-    CG_MEMBER void add_up(const cg_bf16 *keys, float part[2]) const {
-        const int lane = (int)threadIdx.x % CG_WARP;
-        const cg_bf16 *row = keys + lane % 16 * tile_pitch<DI>::value + lane / 16 * 8;
+    /* Scores of 16 keys, rows of a tile from row0 on: what this lane has of those of keys g and g + 8. */
+    CG_MEMBER void add_up(tile<DI> keys, int row0, float part[2]) const {
         float x[HEADS][4];
 #pragma unroll
         for (int n = 0; n < HEADS; n++) x[n][0] = x[n][1] = x[n][2] = x[n][3] = 0;
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
             uint32_t k[4];
-            cg_ldmatrix_x4(k, row + 16 * s);
+            left_of_rows(k, keys, row0, 2 * s);
 #pragma unroll
             for (int n = 0; n < HEADS; n++) cg_mma_bf16_16x8x16(x[n], k, q[n][s]);
         }
@@ -74,11 +117,11 @@ template <int DI> struct tile_query {
     }
 
     /* Scores of 32 keys, that of key `lane` for each lane. */
-    CG_MEMBER float scores(const cg_bf16 *keys) const {
+    CG_MEMBER float scores(tile<DI> keys, int row0) const {
         const int lane = (int)threadIdx.x % CG_WARP, t = lane % 4;
         float part[4];
-        add_up(keys, part);
-        add_up(keys + 16 * tile_pitch<DI>::value, part + 2);
+        add_up(keys, row0, part);
+        add_up(keys, row0 + 16, part + 2);
         /* Sums over the 4 lanes of a group, that of part[t] in lane t. */
         const float a = t & 2 ? part[2] : part[0], b = t & 2 ? part[3] : part[1];
         const float pair0 = a + __shfl_xor_sync(0xffffffffu, t & 2 ? part[0] : part[2], 2);

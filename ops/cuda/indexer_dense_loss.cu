@@ -21,8 +21,8 @@ enum { WARPS = 4, THREADS = 32 * WARPS };
 
 template <typename T> struct dense {
     int64_t T_, Hi, Di, H, D, C;
-    const T *q_index, *w, *k_index, *q, *ckv, *sink;
-    const cg_sum_of<T> *window_lse;
+    const T *q_index, *w, *k_index, *q, *ckv;
+    const cg_sum_of<T> *sink, *window_lse;
     const int32_t *rows;
     cg_sum_of<T> scale;
     /* The compressed rows that count for row t: what it sees if it is real. */
@@ -50,7 +50,7 @@ template <typename T> dense<T> dense_of(const cg_tensor *in, const indexer_dense
             .k_index = (const T *)in[K_INDEX].data,
             .q = (const T *)in[Q].data,
             .ckv = (const T *)in[CKV].data,
-            .sink = (const T *)in[SINK].data,
+            .sink = (const cg_sum_of<T> *)in[SINK].data,
             .window_lse = (const cg_sum_of<T> *)in[WINDOW_LSE].data,
             .rows = (const int32_t *)in[ROWS].data,
             .scale = (cg_sum_of<T>)attr->scale};
@@ -73,7 +73,7 @@ template <typename T> CG_GLOBAL void teacher_shares_kernel(dense<T> a, double *s
         const log_sum<cg_sum_of<T>> all = head_log_sum(a.q + i * a.D, a.ckv, a.keys(i / a.H), a.D, a.scale);
         if (threadIdx.x % CG_WARP) continue;
         const double rest = a.window_lse ? (double)a.window_lse[i]
-                            : a.sink     ? (double)cg_up(a.sink[i % a.H])
+                            : a.sink     ? (double)a.sink[i % a.H]
                                          : -cg_infinity<double>;
         share[i] = teacher_share(all, rest);
         top[i] = all.top;
@@ -301,7 +301,8 @@ template <typename T> bool indexer_dense_loss_grad(const cg_run_args *args, cg_s
 extern "C" const cg_cuda_op cg_cuda_indexer_dense_loss = {
     .op = "indexer_dense_loss",
     .variants = {{.name = "plain",
-                  .launch = {indexer_dense_loss<float>, indexer_dense_loss<double>},
+                  .launch = {indexer_dense_loss<float>, indexer_dense_loss<double>, nullptr,
+                             indexer_dense_loss<cg_bf16>},
                   .workspace = loss_scratch}},
     .describe = describe,
 };
@@ -309,7 +310,8 @@ extern "C" const cg_cuda_op cg_cuda_indexer_dense_loss = {
 extern "C" const cg_cuda_op cg_cuda_indexer_dense_loss_grad = {
     .op = "indexer_dense_loss_grad",
     .variants = {{.name = "plain",
-                  .launch = {indexer_dense_loss_grad<float>, indexer_dense_loss_grad<double>},
+                  .launch = {indexer_dense_loss_grad<float>, indexer_dense_loss_grad<double>, nullptr,
+                             indexer_dense_loss_grad<cg_bf16>},
                   .workspace = grad_scratch}},
     .describe = describe,
 };

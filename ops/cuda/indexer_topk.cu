@@ -1,4 +1,5 @@
 /* Which compressed rows each token attends to: see ops/indexer_topk.c. */
+#include "ops/cuda/index_core.cuh"
 #include "ops/cuda/index_select.cuh"
 #include "ops/cuda/index_tile.cuh"
 
@@ -121,17 +122,17 @@ size_t kept_bytes(int64_t K) { return (size_t)(FAST_ROWS * select_room(K)) * siz
 
 constexpr int TENSOR_KEYS = 64, TENSOR_STAGES = 3;
 
-template <int DI> constexpr size_t tensor_stage = TENSOR_KEYS *tile_pitch<DI>::value;
+template <int DI> constexpr size_t tensor_stage = tile<DI>::PITCH *TENSOR_KEYS;
 
-/* Keys first .. first + TENSOR_KEYS - 1 into a tile; behind the last one it comes again. */
+/* Keys from `first` on into a tile; behind the last one there are zeros. */
 template <int DI>
-CG_DEVICE void tensor_copy(cg_bf16 *tile, const cg_bf16 *k, int64_t first, int64_t end, int64_t Di) {
-    constexpr int EIGHTHS = DI / 8;
+CG_DEVICE void tensor_copy(tile<DI> to, const row_copy<DI> &copy, int64_t first, int64_t end) {
+    constexpr int COPIES = TENSOR_KEYS * tile<DI>::PIECES / FAST_THREADS;
+    const int base = (int)first, last = (int)end;
 #pragma unroll
-    for (int i = 0; i < TENSOR_KEYS * EIGHTHS / FAST_THREADS; i++) {
-        const int at = i * FAST_THREADS + (int)threadIdx.x, row = at / EIGHTHS;
-        const int64_t key = cg_min(first + row, end - 1);
-        tile_copy<DI>(tile + row * tile_pitch<DI>::value, k + key * Di, at % EIGHTHS, Di);
+    for (int j = 0; j < COPIES; j++) {
+        const int row = (int)threadIdx.x / tile<DI>::PIECES + j * (TENSOR_KEYS / COPIES);
+        copy.queue(to, row, base + row, base + row < last);
     }
 }
 
@@ -143,9 +144,10 @@ CG_GLOBAL void tensor_kernel(const cg_bf16 *q, const cg_bf16 *w, const cg_bf16 *
     fast_row row(rows, z, (uint64_t *)(tiles + TENSOR_STAGES * tensor_stage<DI>), fault);
     int64_t first, end;
     seen_by_block(row.seen, &first, &end);
+    const row_copy<DI> copy(k, z.Di, (int)threadIdx.x);
     for (int s = 0; s < TENSOR_STAGES - 1; s++) {
         if (first + s * TENSOR_KEYS < end)
-            tensor_copy<DI>(tiles + s * tensor_stage<DI>, k, first + s * TENSOR_KEYS, end, z.Di);
+            tensor_copy(tile<DI>{tiles + s * tensor_stage<DI>}, copy, first + s * TENSOR_KEYS, end);
         cg_cp_async_commit();
     }
     tile_query<DI> query;
@@ -157,11 +159,11 @@ CG_GLOBAL void tensor_kernel(const cg_bf16 *q, const cg_bf16 *w, const cg_bf16 *
         __syncthreads();
         const int64_t next = base + (TENSOR_STAGES - 1) * TENSOR_KEYS;
         const int free = stage == 0 ? TENSOR_STAGES - 1 : stage - 1; /* read by all in the last turn */
-        if (next < end) tensor_copy<DI>(tiles + free * tensor_stage<DI>, k, next, end, z.Di);
+        if (next < end) tensor_copy(tile<DI>{tiles + free * tensor_stage<DI>}, copy, next, end);
         cg_cp_async_commit();
         for (int part = 0; part < TENSOR_KEYS; part += CG_WARP) {
             if (!row.sees_any(base + part, CG_WARP)) continue;
-            const float score = query.scores(tiles + stage * tensor_stage<DI> + part * tile_pitch<DI>::value);
+            const float score = query.scores(tile<DI>{tiles + stage * tensor_stage<DI>}, part);
             row.push(score, base + part + row.best.lane);
         }
         stage = stage == TENSOR_STAGES - 1 ? 0 : stage + 1;
@@ -189,21 +191,13 @@ bool tensor(const cg_run_args *args, cg_stream *stream) {
  * Channels and heads are summed in the order of the CPU kernel, fused: the same bits, so the same choice. Parts of keys
  * and queries, CORE_DEPTH channels deep, come by in shared memory, one read while the next is on its way. */
 
-constexpr int CORE_KEYS = 4 * CG_WARP, CORE_HEADS = 8, CORE_DEPTH = 32, CORE_STAGES = 2;
+constexpr int CORE_KEYS = 4 * CG_WARP, CORE_DEPTH = 32, CORE_STAGES = 2;
 constexpr int CORE_PITCH = CORE_DEPTH + 4; /* of keys: 8 lanes read 16 bytes each from different banks */
 constexpr int CORE_QUERIES = FAST_ROWS * CORE_HEADS;
 constexpr size_t core_stage = CORE_KEYS * CORE_PITCH + CORE_QUERIES * CORE_DEPTH;
 
 /* Each thread copies the same 16 bytes of every CORE_STEP-th row of a part. */
 constexpr int CORE_FOURTHS = CORE_DEPTH / 4, CORE_STEP = FAST_THREADS / CORE_FOURTHS;
-
-CG_DEVICE void core_piece(float *to, const float *from, int64_t d, int64_t Di) {
-    if (Di % 4 == 0) {
-        if (d < Di) cg_cp_async_16(to, from + d);
-    } else {
-        for (int c = 0; c < 4; c++) to[c] = d + c < Di ? from[d + c] : 0;
-    }
-}
 
 /* Queue a part: keys from `base` on, and a group of heads of the rows from t on, both from channel d on. Behind the last
  * ones they come again. */
@@ -221,27 +215,6 @@ CG_DEVICE void core_queue(float *part, const float *q, const float *k, int64_t b
                    d + c, z.Di);
     }
     cg_cp_async_commit();
-}
-
-/* dot[head, key] += over `depth` channels, in order: keys of this lane, CG_WARP apart, and queries, all in shared memory.
- */
-CG_DEVICE void core_dots(const float *keys, const float *queries, int depth, float dot[CORE_HEADS][4]) {
-    for (int d = 0; d < depth; d += 4) {
-        float4 key[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) key[i] = *(const float4 *)(keys + i * CG_WARP * CORE_PITCH + d);
-#pragma unroll
-        for (int h = 0; h < CORE_HEADS; h++) {
-            const float4 query = *(const float4 *)(queries + h * CORE_DEPTH + d);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                dot[h][i] = cg_fma(key[i].x, query.x, dot[h][i]);
-                dot[h][i] = cg_fma(key[i].y, query.y, dot[h][i]);
-                dot[h][i] = cg_fma(key[i].z, query.z, dot[h][i]);
-                dot[h][i] = cg_fma(key[i].w, query.w, dot[h][i]);
-            }
-        }
-    }
 }
 
 CG_GLOBAL void CG_BOUNDS(FAST_THREADS, 2)
@@ -272,9 +245,10 @@ CG_GLOBAL void CG_BOUNDS(FAST_THREADS, 2)
                                next_group, next, z);
                 const float *part = stages + stage * core_stage;
                 if (row.sees_any(base, CORE_KEYS))
-                    core_dots(part + lane * CORE_PITCH,
-                              part + CORE_KEYS * CORE_PITCH + warp * CORE_HEADS * CORE_DEPTH,
-                              (int)cg_min((int64_t)CORE_DEPTH, z.Di - d), dot);
+                    core_dots<4, CORE_PITCH, CORE_DEPTH>(part + lane * CORE_PITCH,
+                                                         part + CORE_KEYS * CORE_PITCH +
+                                                             warp * CORE_HEADS * CORE_DEPTH,
+                                                         (int)cg_min((int64_t)CORE_DEPTH, z.Di - d), dot);
                 stage = 1 - stage;
             }
 #pragma unroll

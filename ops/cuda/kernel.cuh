@@ -123,10 +123,10 @@ CG_DEVICE float cg_fma(float a, float b, float c) { return fmaf(a, b, c); }
 CG_DEVICE double cg_fma(double a, double b, double c) { return fma(a, b, c); }
 CG_DEVICE float cg_max(float a, float b) { return a > b ? a : b; }
 CG_DEVICE double cg_max(double a, double b) { return a > b ? a : b; }
-CG_DEVICE int64_t cg_max(int64_t a, int64_t b) { return a > b ? a : b; }
+CG_BOTH int64_t cg_max(int64_t a, int64_t b) { return a > b ? a : b; }
 CG_DEVICE float cg_min(float a, float b) { return a < b ? a : b; }
 CG_DEVICE double cg_min(double a, double b) { return a < b ? a : b; }
-CG_DEVICE int64_t cg_min(int64_t a, int64_t b) { return a < b ? a : b; }
+CG_BOTH int64_t cg_min(int64_t a, int64_t b) { return a < b ? a : b; }
 CG_DEVICE float cg_abs(float a) { return fabsf(a); }
 CG_DEVICE double cg_abs(double a) { return fabs(a); }
 template <typename T> CG_DEVICE bool cg_is_nan(T x) { return x != x; }

@@ -138,7 +138,7 @@ static inline void fuzz_row(const uint8_t *data, size_t size) {
     }
     /* "select" is the one number that makes a short text long work, a second for a million: bounded, and no fault. */
     bool slow = row->K > 1 << 12;
-    cg_row_result *result = slow ? NULL : cg_row_run(row, &error);
+    cg_row_result *result = slow ? NULL : cg_row_run(row, NULL, &error);
     if (!result && !slow) fuzz_check_refusal(&error);
     for (int i = 0; result && i < result->n; i++) {
         const cg_row_array *a = &result->arrays[i];
