@@ -1,6 +1,6 @@
 /* Sparse attention and its gradient: see ops/csa_attention.c for the formulas. */
 #include "ops/cuda/csa_attention_fast.cuh"
-#include "ops/cuda/csa_invert.cuh"
+#include "ops/cuda/csa_attention_grad_fast.cuh"
 
 namespace {
 
@@ -116,7 +116,7 @@ CG_GLOBAL void attention_kernel(attention<T> a, T *out, cg_sum_of<T> *lse, cg_su
         const T *q = a.q + i * a.D;
         int64_t d0 = 0;
         do {
-            log_sum<S> part[2] = {log_sum_of((S)cg_up(a.sink[h])), log_sum_of(-cg_infinity<S>)};
+            log_sum<S> part[2] = {log_sum_of(a.sink[h]), log_sum_of(-cg_infinity<S>)};
             S sum[2][LANE_COLUMNS] = {};
             for (int p = 0; p < 2; p++) {
                 const int64_t end = p ? keys.n : keys.n_window;
@@ -145,7 +145,7 @@ CG_GLOBAL void attention_kernel(attention<T> a, T *out, cg_sum_of<T> *lse, cg_su
                 if (share) {
                     const double rest = teacher == CG_TEACHER_FULL
                                             ? (double)part[0].top + log((double)part[0].sum)
-                                        : teacher == CG_TEACHER_SINK ? (double)cg_up(a.sink[h])
+                                        : teacher == CG_TEACHER_SINK ? (double)a.sink[h]
                                                                      : -cg_infinity<double>;
                     share[i] = teacher_share(part[1], rest);
                     top[i] = part[1].top;
@@ -242,14 +242,14 @@ CG_GLOBAL void query_grad_kernel(attention<T> a, const cg_sum_of<T> *lse, const 
 /* dsink[h] = - sum_t exp(sink - lse) delta: a block per head. */
 template <typename T>
 CG_GLOBAL void sink_grad_kernel(attention<T> a, const cg_sum_of<T> *lse, const int32_t *live,
-                                const cg_sum_of<T> *delta, T *dsink) {
+                                const cg_sum_of<T> *delta, cg_sum_of<T> *dsink) {
     for (int64_t h = blockIdx.x; h < a.H; h += gridDim.x) {
         double sum = 0;
         for (int64_t t = threadIdx.x; t < a.T_; t += THREADS)
             if (live[t] && delta[t * a.H + h] != 0) /* a row that sees nothing may have the lse -inf */
-                sum -= exp((double)cg_up(a.sink[h]) - (double)lse[t * a.H + h]) * (double)delta[t * a.H + h];
+                sum -= exp((double)a.sink[h] - (double)lse[t * a.H + h]) * (double)delta[t * a.H + h];
         sum = cg_block_sum(sum);
-        if (threadIdx.x == 0) dsink[h] = cg_down<T>((cg_sum_of<T>)sum);
+        if (threadIdx.x == 0) dsink[h] = (cg_sum_of<T>)sum;
     }
 }
 
@@ -362,12 +362,45 @@ template <typename T> bool csa_attention_grad(const cg_run_args *args, cg_stream
         CG_LAUNCH(window_grad_kernel<T>, cg_blocks(a.T_, 1), THREADS, 0, stream, a, lse, dout, s.live, delta,
                   (T *)args->out[1].data) &&
         CG_LAUNCH(sink_grad_kernel<T>, cg_blocks(a.H, 1), THREADS, 0, stream, a, lse, s.live, delta,
-                  (T *)args->out[2].data);
+                  (S *)args->out[2].data);
     if (ok && a.topk)
         ok = invert(args, stream, a.topk, s.chosen) &&
              CG_LAUNCH(chosen_grad_kernel<T>, cg_blocks(a.C, 1), THREADS, 0, stream, a, lse, dout, s.live,
                        delta, s.chosen.start, s.chosen.reader, (T *)args->out[3].data);
     return ok;
+}
+
+template <bool WIDE> bool fast_grad(const cg_run_args *args, cg_stream *stream) {
+    const attention<cg_bf16> a = attention_of<cg_bf16>(args);
+    const float *lse = (const float *)args->in[LSE].data;
+    const cg_bf16 *dout = (const cg_bf16 *)args->in[DOUT].data;
+    return with_grad_shape(a.D, WIDE, [&](auto shape) {
+        typedef decltype(shape) Shape;
+        typedef gather_shape<Shape> G;
+        const fast_grad_scratch<Shape> s(args->workspace, a.T_, a.H, a.C, a.K, a.W);
+        bool ok = check_rows(args, stream) &&
+                  CG_LAUNCH(live_rows_kernel<cg_bf16>, cg_blocks(a.T_, 1), THREADS, 0, stream, dout, a.T_,
+                            a.H * a.D, s.live) &&
+                  (!a.topk || invert(args, stream, a.topk, s.chosen));
+        int64_t t0 = 0;
+        for (int chunk = 0; ok && (chunk == 0 || t0 < a.T_); chunk++) {
+            key_parts<Shape> parts = s.parts;
+            parts.t0 = t0;
+            parts.n_rows = a.T_ - t0 < s.rows_at_once ? a.T_ - t0 : s.rows_at_once;
+            ok = CG_LAUNCH(fast_grad_kernel<Shape>, cg_blocks(parts.n_rows * parts.groups, 1), FAST_THREADS,
+                           sizeof(grad_shared<Shape>), stream, a, lse, dout, s.live,
+                           (cg_bf16 *)args->out[0].data, s.delta, parts) &&
+                 CG_LAUNCH(gather_window_kernel<Shape>, cg_blocks(parts.n_rows + parts.W, G::KEYS), G::THREADS,
+                           0, stream, a, parts, s.live, s.waiting[chunk % 2], s.waiting[(chunk + 1) % 2],
+                           (cg_bf16 *)args->out[1].data) &&
+                 (!a.topk ||
+                  CG_LAUNCH(gather_chosen_kernel<Shape>, cg_blocks(a.C, G::KEYS), G::THREADS, 0, stream, a,
+                            parts, s.live, s.chosen, s.next, s.sums, (cg_bf16 *)args->out[3].data));
+            t0 += parts.n_rows;
+        }
+        return ok && CG_LAUNCH(sink_grad_kernel<cg_bf16>, cg_blocks(a.H, 1), THREADS, 0, stream, a, lse, s.live,
+                               s.delta, (float *)args->out[2].data);
+    });
 }
 
 } // namespace
@@ -395,6 +428,16 @@ extern "C" const cg_cuda_op cg_cuda_csa_attention_grad = {
     .variants = {{.name = "plain",
                   .launch = {csa_attention_grad<float>, csa_attention_grad<double>, nullptr,
                              csa_attention_grad<cg_bf16>},
-                  .workspace = attention_grad_workspace}},
+                  .workspace = attention_grad_workspace},
+                 {.name = "fast",
+                  .launch = {nullptr, nullptr, nullptr, fast_grad<false>},
+                  .workspace = fast_grad_workspace<false>,
+                  .fits = fast_grad_fits,
+                  .least_sm = 80},
+                 {.name = "fast_wide",
+                  .launch = {nullptr, nullptr, nullptr, fast_grad<true>},
+                  .workspace = fast_grad_workspace<true>,
+                  .fits = fast_wide_grad_fits,
+                  .least_sm = 90}},
     .describe = describe,
 };
