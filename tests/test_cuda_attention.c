@@ -15,6 +15,13 @@ enum { MOST = 16 };
 
 static cg_device *device;
 
+/* For ThreadSanitizer one order is enough, and slow. */
+#ifdef __SANITIZE_THREAD__
+static const bool races = true;
+#else
+static const bool races = false;
+#endif
+
 /* One segment per entry of `segments`, up to a 0; `behind` rows follow the last. */
 typedef struct shape {
     const char *name;
@@ -26,7 +33,8 @@ typedef struct shape {
 } shape;
 
 static const shape shapes[] = {
-    {"one head, many tiles", {80}, 0, 2, 1, 8, 70, 70, CG_TEACHER_FULL, 2, false},
+    {"one head, many places", {6}, 0, 1, 1, 8, 70, 3, CG_TEACHER_FULL, 2, false},
+    {"several tiles of a window", {35}, 0, 2, 17, 8, 34, 34, CG_TEACHER_FULL, 1, false},
     {"two segments", {9, 8}, 2, 2, 5, 72, 7, 3, CG_TEACHER_FULL, 1, true},
     {"no window", {12}, 0, 2, 3, 16, 5, 0, CG_TEACHER_SINK, 1, false},
     {"window only", {7, 3}, 1, 4, 17, 128, 0, 5, CG_TEACHER_NONE, 1, false},
@@ -35,7 +43,7 @@ static const shape shapes[] = {
     {"wide keys", {6}, 0, 2, 16, 136, 4, 3, CG_TEACHER_FULL, 1, false},
     {"full size of a block", {5}, 0, 1, 64, 512, 5, 2, CG_TEACHER_FULL, 2, false},
     {"two groups of heads", {5}, 1, 1, 72, 264, 4, 3, CG_TEACHER_FULL, 4, true},
-    {"several tiles of wide keys", {12}, 0, 1, 18, 136, 70, 9, CG_TEACHER_FULL, 1, false},
+    {"many places of wide keys", {4}, 0, 1, 18, 136, 70, 9, CG_TEACHER_FULL, 1, false},
 };
 
 /* ---- data ---- */
@@ -230,15 +238,15 @@ static void check_node(const shape *z, const cg_node *node, const data *d, const
         if (!variant->launch[CG_BF16] || (variant->fits && !variant->fits(node))) continue;
         n_variants++;
         run_on_device(node, variant, d, 1, out);
-        run_on_device(node, variant, d, 2, again);
+        if (!races) run_on_device(node, variant, d, 2, again);
         for (int s = 0; s < node->n_out; s++) {
             const int64_t n = cg_shape_count(&node->out[s]->shape);
             expect_norm(z->name, variant->name, node->op->out[s], n, out[s], want[s], bounds[s]);
-            if (memcmp(out[s], again[s], (size_t)n * sizeof(double)))
+            if (!races && memcmp(out[s], again[s], (size_t)n * sizeof(double)))
                 ck_abort_msg("%s, variant %s: %s has other bits in another order of threads", z->name,
                              variant->name, node->op->out[s]);
             free(out[s]);
-            free(again[s]);
+            if (!races) free(again[s]);
         }
     }
     ck_assert_int_ge(n_variants, least_variants);
@@ -276,7 +284,7 @@ START_TEST(bf16_agrees_with_f64) {
     want[1] = bench_grad(&b, kv);
     want[2] = bench_grad(&b, sink);
     if (ckv) want[3] = bench_grad(&b, ckv);
-    check_node(z, grad, &d, want, (double[]){rounding, rounding, rounding, rounding}, 1);
+    check_node(z, grad, &d, want, (double[]){2 * rounding, 2 * rounding, 2 * rounding, 2 * rounding}, 2);
     bench_free(&b);
     data_free(&d);
     ck_assert_int_eq(cg_device_asked_bytes(device), 0);

@@ -1,6 +1,6 @@
 /* Sparse attention and its gradient: see ops/csa_attention.c for the formulas. */
 #include "ops/cuda/csa_attention_fast.cuh"
-#include "ops/cuda/csa_invert.cuh"
+#include "ops/cuda/csa_attention_grad_fast.cuh"
 
 namespace {
 
@@ -370,6 +370,39 @@ template <typename T> bool csa_attention_grad(const cg_run_args *args, cg_stream
     return ok;
 }
 
+template <bool WIDE> bool fast_grad(const cg_run_args *args, cg_stream *stream) {
+    const attention<cg_bf16> a = attention_of<cg_bf16>(args);
+    const float *lse = (const float *)args->in[LSE].data;
+    const cg_bf16 *dout = (const cg_bf16 *)args->in[DOUT].data;
+    return with_grad_shape(a.D, WIDE, [&](auto shape) {
+        typedef decltype(shape) Shape;
+        typedef gather_shape<Shape> G;
+        const fast_grad_scratch<Shape> s(args->workspace, a.T_, a.H, a.C, a.K, a.W);
+        bool ok = check_rows(args, stream) &&
+                  CG_LAUNCH(live_rows_kernel<cg_bf16>, cg_blocks(a.T_, 1), THREADS, 0, stream, dout, a.T_,
+                            a.H * a.D, s.live) &&
+                  (!a.topk || invert(args, stream, a.topk, s.chosen));
+        int64_t t0 = 0;
+        for (int chunk = 0; ok && (chunk == 0 || t0 < a.T_); chunk++) {
+            key_parts<Shape> parts = s.parts;
+            parts.t0 = t0;
+            parts.n_rows = a.T_ - t0 < s.rows_at_once ? a.T_ - t0 : s.rows_at_once;
+            ok = CG_LAUNCH(fast_grad_kernel<Shape>, cg_blocks(parts.n_rows * parts.groups, 1), FAST_THREADS,
+                           sizeof(grad_shared<Shape>), stream, a, lse, dout, s.live,
+                           (cg_bf16 *)args->out[0].data, s.delta, parts) &&
+                 CG_LAUNCH(gather_window_kernel<Shape>, cg_blocks(parts.n_rows + parts.W, G::KEYS), G::THREADS,
+                           0, stream, a, parts, s.live, s.waiting[chunk % 2], s.waiting[(chunk + 1) % 2],
+                           (cg_bf16 *)args->out[1].data) &&
+                 (!a.topk ||
+                  CG_LAUNCH(gather_chosen_kernel<Shape>, cg_blocks(a.C, G::KEYS), G::THREADS, 0, stream, a,
+                            parts, s.live, s.chosen, s.next, s.sums, (cg_bf16 *)args->out[3].data));
+            t0 += parts.n_rows;
+        }
+        return ok && CG_LAUNCH(sink_grad_kernel<cg_bf16>, cg_blocks(a.H, 1), THREADS, 0, stream, a, lse, s.live,
+                               s.delta, (float *)args->out[2].data);
+    });
+}
+
 } // namespace
 
 extern "C" const cg_cuda_op cg_cuda_csa_attention = {
@@ -395,6 +428,16 @@ extern "C" const cg_cuda_op cg_cuda_csa_attention_grad = {
     .variants = {{.name = "plain",
                   .launch = {csa_attention_grad<float>, csa_attention_grad<double>, nullptr,
                              csa_attention_grad<cg_bf16>},
-                  .workspace = attention_grad_workspace}},
+                  .workspace = attention_grad_workspace},
+                 {.name = "fast",
+                  .launch = {nullptr, nullptr, nullptr, fast_grad<false>},
+                  .workspace = fast_grad_workspace<false>,
+                  .fits = fast_grad_fits,
+                  .least_sm = 80},
+                 {.name = "fast_wide",
+                  .launch = {nullptr, nullptr, nullptr, fast_grad<true>},
+                  .workspace = fast_grad_workspace<true>,
+                  .fits = fast_wide_grad_fits,
+                  .least_sm = 90}},
     .describe = describe,
 };

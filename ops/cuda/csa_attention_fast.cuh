@@ -41,52 +41,21 @@
 #ifndef CG_OPS_CUDA_CSA_ATTENTION_FAST_CUH
 #define CG_OPS_CUDA_CSA_ATTENTION_FAST_CUH
 
-#include "ops/cuda/csa_attention.cuh"
-#include "ops/cuda/tile.cuh"
+#include "ops/cuda/csa_attention_tiles.cuh"
 
 namespace {
 
-enum { FAST_WARPS = 8, FAST_THREADS = 32 * FAST_WARPS };
-
-/* Tiles of a block: HEADS heads (a multiple of 16) of a row, keys of COLUMNS numbers, KEYS at a time. */
-template <int HEADS_, int COLUMNS_, int KEYS_, int BLOCKS_> struct forward_shape {
-    static constexpr int HEADS = HEADS_, COLUMNS = COLUMNS_, KEYS = KEYS_;
-    static constexpr int BLOCKS = BLOCKS_; /* of a multiprocessor: bounds the registers */
-    static constexpr int PIECES = COLUMNS / PIECE;
-    /* logits: warps side by side along the heads, 16 each, and along the keys */
-    static constexpr int ALONG_HEADS = HEADS / 16, ALONG_KEYS = FAST_WARPS / ALONG_HEADS;
-    static constexpr int OWN_KEYS = KEYS / ALONG_KEYS, KEY_TILES = OWN_KEYS / 8;
-    /* out: a warp has all heads, and these columns */
-    static constexpr int HEAD_TILES = HEADS / 16, OWN_COLUMNS = COLUMNS / FAST_WARPS,
-                         COLUMN_TILES = OWN_COLUMNS / 8;
-    static_assert(ALONG_HEADS <= FAST_WARPS && OWN_KEYS % 8 == 0 && COLUMN_TILES % 2 == 0, "whole fragments");
-    static_assert(KEYS * PIECES % FAST_THREADS == 0 && KEYS <= FAST_THREADS && HEADS <= FAST_THREADS,
-                  "threads");
-
-    struct shared {
-        cg_bf16 q[HEADS * COLUMNS], keys[2][KEYS * COLUMNS], p[HEADS * KEYS];
-        float top[ALONG_KEYS][HEADS];     /* of a tile's logits, by warps; then sums */
-        float sink[HEADS], factor[HEADS]; /* factor: of what out has so far */
-        log_sum<float> part[2][HEADS];    /* of window and sink, of the chosen rows */
-        double share[HEADS];              /* of the teacher */
-        float largest_share, shift[HEADS], mass[2][ALONG_HEADS][KEYS];
-        int32_t index[3][KEYS]; /* rows of kv or ckv, -1: none */
-        double reduced[FAST_WARPS];
-    };
+template <typename Shape> struct forward_shared {
+    static constexpr int HEADS = Shape::HEADS;
+    cg_bf16 q[HEADS * Shape::COLUMNS], p[HEADS * Shape::KEYS];
+    key_buffers<Shape> buffers;
+    float top[Shape::ALONG_KEYS][HEADS]; /* of a tile's logits, by warps; then sums */
+    float sink[HEADS], factor[HEADS];    /* factor: of what out has so far */
+    log_sum<float> part[2][HEADS];       /* of window and sink, of the chosen rows */
+    double share[HEADS];                 /* of the teacher */
+    float largest_share, shift[HEADS], mass[2][Shape::ALONG_HEADS][Shape::KEYS];
+    double reduced[FAST_WARPS];
 };
-
-/* The largest of all threads' numbers, in all threads. */
-CG_DEVICE int block_max_int(int x, int32_t *of_warps) {
-    for (int by = 16; by; by /= 2) {
-        const int other = __shfl_xor_sync(0xffffffffu, x, by);
-        x = other > x ? other : x;
-    }
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
-    __syncthreads();
-    for (int w = 0; w < FAST_WARPS; w++) x = of_warps[w] > x ? of_warps[w] : x;
-    return x;
-}
 
 /* A block takes a row at a time, and of its heads HEADS at a time. */
 template <typename Shape>
@@ -94,83 +63,33 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_attention_kernel(atte
                                                                             float *lse, float *window_lse,
                                                                             cg_teacher mode, float *teacher,
                                                                             float4 *logits) {
-    constexpr int HEADS = Shape::HEADS, COLUMNS = Shape::COLUMNS, KEYS = Shape::KEYS, PIECES = Shape::PIECES,
+    constexpr int HEADS = Shape::HEADS, COLUMNS = Shape::COLUMNS, KEYS = Shape::KEYS,
                   KEY_TILES = Shape::KEY_TILES, HEAD_TILES = Shape::HEAD_TILES,
                   COLUMN_TILES = Shape::COLUMN_TILES, ALONG_KEYS = Shape::ALONG_KEYS,
-                  ALONG_HEADS = Shape::ALONG_HEADS,
-                  STEPS = KEY_TILES % 2 ? 2 : 1; /* products that one load of keys is for */
-    CG_DYNAMIC_SHARED(typename Shape::shared, s);
+                  ALONG_HEADS = Shape::ALONG_HEADS;
+    CG_DYNAMIC_SHARED(forward_shared<Shape>, s);
     const tile<COLUMNS> q_tile = {s->q};
     const tile<KEYS> p_tile = {s->p};
-    const int tid = (int)threadIdx.x, warp = tid / 32, lane = tid % 32, group = lane / 4, quad = lane % 4;
-    const int along_heads = warp % ALONG_HEADS, along_keys = warp / ALONG_HEADS; /* of the logits */
-    const int head = along_heads * 16 + group; /* this thread's logits are of heads `head` and head + 8 */
-    const auto q_lane = a_rows<COLUMNS>(along_heads * 16), column_lane = b_columns<COLUMNS>(0);
-    const auto key_lane = STEPS == 1 ? b_rows<COLUMNS>(along_keys * Shape::OWN_KEYS)
-                                     : b_rows_two_steps<COLUMNS>(along_keys * Shape::OWN_KEYS);
+    const thread_place<Shape> my;
+    const int tid = my.tid, group = my.group, quad = my.quad, along_keys = my.along_keys, head = my.head;
+    const auto q_lane = a_rows<COLUMNS>(my.along_heads * 16), column_lane = b_columns<COLUMNS>(0),
+               key_lane = key_rows<Shape>(along_keys);
     const auto p_lane = a_rows<KEYS>(0);
-    const int own_pieces = warp * (Shape::OWN_COLUMNS / PIECE);
     const int T = (int)a.T_, H = (int)a.H, D = (int)a.D, K = (int)a.K;
     const int most_chosen_tiles = (K + KEYS - 1) / KEYS;
 
-    /* columns beyond D of the keys stay zero */
-    for (int n = tid; n < 2 * KEYS * PIECES; n += FAST_THREADS)
-        if (n % PIECES * PIECE >= D)
-            set_zero(tile<COLUMNS>{s->keys[n / (KEYS * PIECES)]}.piece(n / PIECES % KEYS, n % PIECES));
-
+    key_tiles<Shape>::clear_rest(s->buffers, D);
     for (int t = (int)blockIdx.x; t < T; t += (int)gridDim.x) {
-        const int low = (int)window_low(a.rows, t, a.W), n_window = t + 1 - low;
-        const int32_t *topk = a.topk + (int64_t)t * a.K;
-        int n_places = 0; /* up to the last one that is not empty */
-        for (int k = tid; k < K; k += FAST_THREADS)
-            if (topk[k] >= 0 && topk[k] < a.C) n_places = k + 1;
-        n_places = block_max_int(n_places, s->index[0]);
-        const int window_tiles = (n_window + KEYS - 1) / KEYS,
-                  n_tiles = window_tiles + (n_places + KEYS - 1) / KEYS;
-
-        /* The rows of tile i, for the next steps. */
-        const auto find_rows = [&](int i) {
-            if (tid >= KEYS || i >= n_tiles) return;
-            const int place = (i < window_tiles ? i : i - window_tiles) * KEYS + tid;
-            int32_t row = -1;
-            if (i < window_tiles) {
-                if (place < n_window) row = (int32_t)(low + place);
-            } else if (place < n_places) {
-                row = topk[place] >= 0 && topk[place] < a.C ? topk[place] : -1;
-            }
-            s->index[i % 3][tid] = row;
-        };
-        /* Tile i on its way to shared memory; zeros in the place of no row. */
-        const auto fetch_keys = [&](int i) {
-            const cg_bf16 *from = i < window_tiles ? a.kv : a.ckv;
-            const tile<COLUMNS> to = {s->keys[i % 2]};
-#pragma unroll
-            for (int n = tid; n < KEYS * PIECES; n += FAST_THREADS) {
-                const int row = n / PIECES, p = n % PIECES;
-                const int64_t index = s->index[i % 3][row];
-                if (p * PIECE >= D) continue;
-                if (index >= 0)
-                    cg_cp_async_16(to.piece(row, p), from + index * D + p * PIECE);
-                else
-                    set_zero(to.piece(row, p));
-            }
-        };
-
+        const key_tiles<Shape> tiles(a, s->buffers, t);
+        const int n_tiles = tiles.n_tiles, window_tiles = tiles.window_tiles, n_places = tiles.n_places;
         for (int head0 = 0; head0 < H; head0 += HEADS) {
             const int heads = H - head0 < HEADS ? H - head0 : HEADS;
-            const cg_bf16 *q = a.q + ((int64_t)t * H + head0) * D;
             __syncthreads(); /* the last turn has read what comes now */
-            for (int n = tid; n < HEADS * PIECES; n += FAST_THREADS) {
-                const int row = n / PIECES, p = n % PIECES;
-                if (row < heads && p * PIECE < D)
-                    cg_cp_async_16(q_tile.piece(row, p), q + row * D + p * PIECE);
-                else
-                    set_zero(q_tile.piece(row, p));
-            }
-            find_rows(0);
-            find_rows(1);
+            fetch_heads<Shape>(q_tile, a.q + ((int64_t)t * H + head0) * D, heads, D);
+            if (n_tiles > 0) tiles.find(0, 0);
+            if (n_tiles > 1) tiles.find(1, 1);
             __syncthreads();
-            if (n_tiles > 0) fetch_keys(0);
+            if (n_tiles > 0) tiles.fetch(0, 0);
             cg_cp_async_commit();
 
             float sum[HEAD_TILES][COLUMN_TILES][4] = {}; /* out, relative to the largest logit so far */
@@ -203,7 +122,6 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_attention_kernel(atte
             };
 
             for (int i = 0; i < n_tiles; i++) {
-                const tile<COLUMNS> keys = {s->keys[i % 2]};
                 cg_cp_async_wait<0>();
                 __syncthreads();
                 if (i == window_tiles) {
@@ -211,45 +129,20 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_attention_kernel(atte
 #pragma unroll
                     for (int r = 0; r < 2; r++) top[r] = -cg_infinity<float>, own_sum[r] = 0;
                 }
-                find_rows(i + 2);
-                if (i + 1 < n_tiles) fetch_keys(i + 1);
+                if (i + 2 < n_tiles) tiles.find(i + 2, i + 2);
+                if (i + 1 < n_tiles) tiles.fetch(i + 1, i + 1);
                 cg_cp_async_commit();
 
                 /* logits of 16 heads and OWN_KEYS keys */
-                float x[KEY_TILES][4] = {};
-                uint32_t qa[2][STEPS][4],
-                    kb[2][KEY_TILES][STEPS][2]; /* the next ones while these are multiplied */
-                const auto load = [&](int to, int p8, int p) {
-#pragma unroll
-                    for (int step = 0; step < STEPS; step++)
-                        load_a_rows(qa[to][step], q_tile, q_lane, p8, p + 2 * step);
-#pragma unroll
-                    for (int n = 0; n < KEY_TILES; n += 2 / STEPS)
-                        load_b_rows(kb[to][n][0], down(keys, n * 8), key_lane, p8, p);
-                };
-                load(0, 0, 0);
-#pragma unroll 1
-                for (int p8 = 0; p8 < PIECES; p8 += 8)
-#pragma unroll
-                    for (int p = 0; p < 8; p += 2 * STEPS) {
-                        const int now = p / (2 * STEPS) % 2;
-                        if (p + 2 * STEPS < 8)
-                            load(!now, p8, p + 2 * STEPS);
-                        else if (p8 + 8 < PIECES)
-                            load(!now, p8 + 8, 0);
-#pragma unroll
-                        for (int step = 0; step < STEPS; step++)
-#pragma unroll
-                            for (int n = 0; n < KEY_TILES; n++)
-                                cg_mma_bf16_16x8x16(x[n], qa[now][step], kb[now][n][step]);
-                    }
+                float logit[1][KEY_TILES][4] = {}, (&x)[KEY_TILES][4] = logit[0];
+                row_products<Shape, 1>(logit, {q_tile}, q_lane, tiles.keys(i), key_lane);
                 float highest[2] = {-cg_infinity<float>, -cg_infinity<float>};
 #pragma unroll
                 for (int n = 0; n < KEY_TILES; n++)
 #pragma unroll
                     for (int e = 0; e < 4; e++) {
-                        const int key = along_keys * Shape::OWN_KEYS + n * 8 + 2 * quad + e % 2;
-                        x[n][e] = s->index[i % 3][key] >= 0 ? x[n][e] * a.scale : -cg_infinity<float>;
+                        x[n][e] =
+                            tiles.has(i, my.key + n * 8 + e % 2) ? x[n][e] * a.scale : -cg_infinity<float>;
                         highest[e / 2] = cg_max(x[n][e], highest[e / 2]);
                     }
                 if (teacher && i >= window_tiles)
@@ -282,8 +175,7 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_attention_kernel(atte
                         const float e0 = exp_below(x[n][2 * r], top[r]),
                                     e1 = exp_below(x[n][2 * r + 1], top[r]);
                         own_sum[r] += e0 + e1;
-                        store_pair(p_tile, head + 8 * r, along_keys * Shape::OWN_KEYS + n * 8 + 2 * quad,
-                                   e0 * to_out, e1 * to_out);
+                        store_pair(p_tile, head + 8 * r, my.key + n * 8, e0 * to_out, e1 * to_out);
                     }
                 }
                 __syncthreads();
@@ -304,24 +196,7 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_attention_kernel(atte
                                 sum[m][n][2 * r + 1] *= factor;
                             }
                         }
-#pragma unroll
-                for (int k = 0; k < KEYS / 16; k++) {
-                    uint32_t pa[HEAD_TILES][4];
-#pragma unroll
-                    for (int m = 0; m < HEAD_TILES; m++)
-                        load_a_rows(pa[m], down(p_tile, m * 16), p_lane, 0, 2 * k);
-#pragma unroll
-                    for (int n = 0; n < COLUMN_TILES; n += 2) {
-                        uint32_t values[4];
-                        load_b_columns(values, down(keys, k * 16), column_lane, own_pieces & ~7,
-                                       (own_pieces & 7) + n);
-#pragma unroll
-                        for (int m = 0; m < HEAD_TILES; m++) {
-                            cg_mma_bf16_16x8x16(sum[m][n], pa[m], values);
-                            cg_mma_bf16_16x8x16(sum[m][n + 1], pa[m], values + 2);
-                        }
-                    }
-                }
+                add_weighted_tile<Shape>(sum, p_tile, p_lane, tiles.keys(i), column_lane, my.own_pieces);
             }
             cg_cp_async_wait<0>();
             __syncthreads();
@@ -350,22 +225,8 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_attention_kernel(atte
             }
             __syncthreads();
 
-            /* out, rounded, by way of the place of q */
-#pragma unroll
-            for (int m = 0; m < HEAD_TILES; m++)
-#pragma unroll
-                for (int n = 0; n < COLUMN_TILES; n++)
-#pragma unroll
-                    for (int r = 0; r < 2; r++) {
-                        const float factor = s->factor[m * 16 + group + 8 * r];
-                        store_pair(q_tile, m * 16 + group + 8 * r, warp * Shape::OWN_COLUMNS + n * 8 + 2 * quad,
-                                   sum[m][n][2 * r] * factor, sum[m][n][2 * r + 1] * factor);
-                    }
-            __syncthreads();
-            for (int n = tid; n < heads * PIECES; n += FAST_THREADS)
-                if (n % PIECES * PIECE < D)
-                    copy_piece(out + ((int64_t)t * H + head0 + n / PIECES) * D + n % PIECES * PIECE,
-                               q_tile.piece(n / PIECES, n % PIECES));
+            store_heads<Shape>(
+                sum, [&](int h) { return s->factor[h]; }, q_tile, out + ((int64_t)t * H + head0) * D, heads, D);
 
             /* The teacher: masses of the chosen rows over these heads, from the logits that this thread left behind. Those
              * of earlier heads are made relative to the largest share of all. */
@@ -396,8 +257,7 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_attention_kernel(atte
                         mass[n][1] += __shfl_xor_sync(0xffffffffu, mass[n][1], by);
                     }
                     if (group == 0) {
-                        float *to =
-                            &s->mass[i % 2][along_heads][along_keys * Shape::OWN_KEYS + n * 8 + 2 * quad];
+                        float *to = &s->mass[i % 2][my.along_heads][my.key + n * 8];
                         to[0] = mass[n][0];
                         to[1] = mass[n][1];
                     }
@@ -419,7 +279,7 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_attention_kernel(atte
             for (int place = k; place < n_places; place += KEYS)
                 mass += (double)teacher[(int64_t)t * K + place];
         mass = cg_warp_sum(mass);
-        if (lane == 0) s->reduced[warp] = mass;
+        if (tid % 32 == 0) s->reduced[my.warp] = mass;
         __syncthreads();
         mass = 0;
         for (int w = 0; w < FAST_WARPS; w++) mass += s->reduced[w];
@@ -450,9 +310,9 @@ template <typename Shape> size_t fast_logits_bytes(int64_t T, int64_t K) {
 
 /* Calls use(shape) with the tiles for rows of H heads of D numbers. wide: shared memory has room for more keys. */
 template <typename F> auto with_forward_shape(int64_t H, int64_t D, bool wide, F use) {
-    if (D <= 128) return H <= 16 ? use(forward_shape<16, 128, 64, 2>()) : use(forward_shape<64, 128, 32, 2>());
-    if (H <= 16) return use(forward_shape<16, 512, 64, 1>());
-    return wide ? use(forward_shape<64, 512, 64, 1>()) : use(forward_shape<64, 512, 32, 1>());
+    if (D <= 128) return H <= 16 ? use(tile_shape<16, 128, 64, 2>()) : use(tile_shape<64, 128, 32, 2>());
+    if (H <= 16) return use(tile_shape<16, 512, 64, 1>());
+    return wide ? use(tile_shape<64, 512, 64, 1>()) : use(tile_shape<64, 512, 32, 1>());
 }
 
 inline bool fast_fits(const cg_node *node) {
@@ -478,7 +338,7 @@ template <bool WIDE> bool fast_attention(const cg_run_args *args, cg_stream *str
     return with_forward_shape(a.H, a.D, WIDE, [&](auto shape) {
         typedef decltype(shape) Shape;
         return CG_LAUNCH(fast_attention_kernel<Shape>, fast_blocks(a.T_, taught), FAST_THREADS,
-                         sizeof(typename Shape::shared), stream, a, (cg_bf16 *)args->out[0].data,
+                         sizeof(forward_shared<Shape>), stream, a, (cg_bf16 *)args->out[0].data,
                          (float *)args->out[1].data, (float *)args->out[2].data, mode,
                          taught ? (float *)args->out[3].data : nullptr, (float4 *)args->workspace);
     });

@@ -1,10 +1,10 @@
 /* From a list of choices per row to a list of rows per choice, on the device: lists [T, K] of 0..C-1 (anything else: none)
- *   -> start [C + 1], reader: rows start[j] .. start[j+1]-1 of it are those whose list has j, rising; a row whose list
- * has j twice stands there twice.
+ *   -> start [C + 1], reader: numbers start[j] .. start[j+1]-1 of it are the rows t whose list has j, rising, or their places
+ * t * K + k in the lists. A row whose list has j twice stands there twice.
  *
- * Rows are cut into parts by T alone. Counts per part and choice, their running sums, then each part puts its rows in,
- * one row after the other: two equal choices of one row may come in either order, and write the same number. So atomic
- * counters give the same bits every time. */
+ * Rows are cut into parts by T alone. Counts per part and choice, their running sums, then each part puts its places in, a
+ * piece of a row at a time. Counters are atomic; where one piece has a choice twice, which shows when a counter is not what
+ * it was, the order within the piece is found by looking at all of it. */
 #ifndef CG_OPS_CUDA_CSA_INVERT_CUH
 #define CG_OPS_CUDA_CSA_INVERT_CUH
 
@@ -17,9 +17,15 @@ struct inversion {
     int32_t *counts; /* [parts, C]: how many, then where the next one goes after start[j] */
     int64_t *start;  /* [C + 1] */
     int32_t *reader; /* [T * K] */
+    bool places;     /* are in reader, not rows: T * K is no more than an i32 holds */
 };
 
-enum { INVERT_THREADS = 256, INVERT_MOST_PARTS = 1024 };
+enum { INVERT_MOST_PARTS = 1024 };
+#ifdef CG_CUDA_HOST
+enum { INVERT_THREADS = 32 }; /* small tests have several pieces */
+#else
+enum { INVERT_THREADS = 256 };
+#endif
 
 /* Parts are long enough that their counts are no more than the lists themselves. */
 inline int64_t inversion_parts(int64_t T, int64_t K, int64_t C) {
@@ -81,15 +87,24 @@ CG_GLOBAL void invert_sum_choices_kernel(inversion v) {
 }
 
 CG_GLOBAL void invert_fill_kernel(const int32_t *lists, inversion v) {
+    CG_SHARED(int64_t[INVERT_THREADS], choice); /* of a piece, -1: none */
     int32_t *next = v.counts + blockIdx.x * v.C;
     const int64_t end = cg_cut(v.T, v.parts, blockIdx.x + 1);
-    for (int64_t t = cg_cut(v.T, v.parts, blockIdx.x); t < end; t++) {
-        for (int64_t k = threadIdx.x; k < v.K; k += INVERT_THREADS) {
-            const int64_t j = lists[t * v.K + k];
-            if (j >= 0 && j < v.C) v.reader[v.start[j] + atomicAdd(&next[j], 1)] = (int32_t)t;
+    for (int64_t t = cg_cut(v.T, v.parts, blockIdx.x); t < end; t++)
+        for (int64_t k0 = 0; k0 < v.K; k0 += INVERT_THREADS) {
+            const int64_t k = k0 + threadIdx.x;
+            int64_t j = k < v.K ? lists[t * v.K + k] : -1;
+            if (j >= v.C) j = -1;
+            int64_t at = j >= 0 ? next[j] : 0;
+            choice[threadIdx.x] = j;
+            __syncthreads();
+            const bool again = j >= 0 && atomicAdd(&next[j], 1) != at;
+            if (__syncthreads_or(again)) {
+                for (unsigned i = 0; i < threadIdx.x; i++) at += choice[i] == j;
+                __syncthreads();
+            }
+            if (j >= 0) v.reader[v.start[j] + at] = (int32_t)(v.places ? t * v.K + k : t);
         }
-        __syncthreads(); /* the next row comes after this one in every list */
-    }
 }
 
 inline bool invert(const cg_run_args *args, cg_stream *stream, const int32_t *lists, const inversion &v) {
