@@ -97,6 +97,23 @@ START_TEST(memory) {
 }
 END_TEST
 
+START_TEST(times) {
+    json_t *report =
+        good_json("bench --dims toy --seqs 24 --runs 1 --parts attention+loss --dtypes f32,bf16 --json "
+                  "--device cuda");
+    ck_assert_ptr_nonnull(strstr(json_string_value(json_object_get(report, "device")), "in the place of"));
+    ck_assert(real_of(report, "gemm_peak_gflops") > 0 && real_of(report, "gemm_peak_gflops_bf16") > 0);
+    ck_assert(real_of(report, "memory_peak_gbytes") > 0);
+    const json_t *rows = json_object_get(report, "rows");
+    ck_assert_int_eq(json_array_size(rows), 2);
+    for (size_t i = 0; i < 2; i++) {
+        const json_t *row = json_array_get(rows, i);
+        ck_assert(real_of(row, "fwd_us") > 0 && real_of(row, "bwd_us") > 0 && isfinite(real_of(row, "loss")));
+    }
+    json_decref(report);
+}
+END_TEST
+
 START_TEST(bad_devices) {
     bad("gradcheck --op scale --device cud", CG_BAD_INPUT, "unknown device \"cud\", did you mean cuda?");
     bad("gradcheck --op scale --device cuda:x", CG_BAD_INPUT, "--device cuda:N must be an integer");
@@ -110,8 +127,8 @@ START_TEST(bad_devices) {
 END_TEST
 
 static int run_all(void) {
-    const TTest *const tests[] = {training, checks, a_dump_of_the_device, memory, bad_devices};
-    return suite_run("tools_cuda", tests, 5);
+    const TTest *const tests[] = {training, checks, a_dump_of_the_device, memory, times, bad_devices};
+    return suite_run("tools_cuda", tests, 6);
 }
 
 int main(void) {

@@ -18,6 +18,7 @@
 #include "core/file.h"
 #include "core/roofline.h"
 #include "core/threads.h"
+#include "tools/bench_device.h"
 #include "tools/bench_row.h"
 #include "tools/options.h"
 #include "tools/table.h"
@@ -38,17 +39,18 @@ enum { MAX_ITEMS = 32, MAX_RUNS = 1000 };
 
 typedef struct arguments {
     tool_model model;
+    tool_device device;
     const char *dims, *seqs, *parts, *dtypes, *runs, *save, *compare, *tolerance;
     bool json, ops;
     const bench_part *part[BENCH_PARTS];
     int64_t seq[MAX_ITEMS];
-    cg_dtype dtype[2];
+    cg_dtype dtype[CG_DTYPES];
     int n_parts, n_seqs, n_dtypes, n_runs;
     double slower; /* from which ratio of times on a row counts as slower */
 } arguments;
 
 typedef struct report {
-    double gemm_gflops[2], memory_gbytes; /* f32, f64 (0: not needed) */
+    double gemm_gflops[CG_DTYPES], memory_gbytes; /* by dtype, 0: not needed, or not measured */
     bench_row *rows;
     int n_rows;
 } report;
@@ -60,6 +62,7 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
     switch (key) {
     case ARGP_KEY_INIT:
         state->child_inputs[0] = &a->model;
+        state->child_inputs[1] = &a->device;
         return 0;
     case KEY_DIMS:
         a->dims = arg;
@@ -121,7 +124,7 @@ static const struct argp_option options[] = {
      .key = KEY_DTYPES,
      .arg = "NAME,...",
      .group = GROUP_INPUT,
-     .doc = "number formats, a row each: f32, f64 (default: that of the configuration)"},
+     .doc = "number formats, a row each: f32, f64, bf16 (default: that of the configuration)"},
     {.name = "runs",
      .key = KEY_RUNS,
      .arg = "N",
@@ -150,7 +153,7 @@ static const struct argp_option options[] = {
      .doc = "how much slower --compare lets pass (default: 10)"},
     TOOL_JSON_OPTION,
     {0}};
-static const struct argp_child children[] = {TOOL_CHILD(tool_model_argp), {0}};
+static const struct argp_child children[] = {TOOL_CHILD(tool_model_argp), TOOL_CHILD(tool_device_argp), {0}};
 static const struct argp argp = {options,
                                  parse,
                                  NULL,
@@ -161,20 +164,12 @@ static const struct argp argp = {options,
                                  NULL,
                                  NULL};
 
-static bool next_item(const char **list, char *text, size_t bytes) {
-    if (!*list) return false;
-    size_t length = strcspn(*list, ",");
-    snprintf(text, bytes, "%.*s", (int)length, *list);
-    *list = (*list)[length] ? *list + length + 1 : NULL;
-    return true;
-}
-
 static bool read_parts(arguments *a, cg_error *error) {
     const char *names[BENCH_PARTS];
     char item[40];
     for (int p = 0; p < BENCH_PARTS; p++) names[p] = bench_parts[p].name;
     for (int p = 0; !a->parts && p < BENCH_PARTS; p++) a->part[a->n_parts++] = &bench_parts[p];
-    for (const char *list = a->parts; next_item(&list, item, sizeof item);) {
+    for (const char *list = a->parts; tool_next_item(&list, item, sizeof item);) {
         int p = 0;
         while (p < BENCH_PARTS && strcmp(item, names[p])) p++;
         if (p == BENCH_PARTS) return tool_unknown("--parts", item, names, BENCH_PARTS, error);
@@ -189,26 +184,10 @@ static bool read_parts(arguments *a, cg_error *error) {
 static bool read_seqs(arguments *a, cg_error *error) {
     char item[40];
     const char *list = a->seqs ? a->seqs : strcmp(a->dims, "toy") ? "512" : "1024,4096";
-    while (next_item(&list, item, sizeof item)) {
+    while (tool_next_item(&list, item, sizeof item)) {
         if (a->n_seqs == MAX_ITEMS)
             return cg_fail(error, CG_BAD_INPUT, "--seqs has more than %d lengths", MAX_ITEMS);
         if (!tool_integer("--seqs", item, 1, INT64_C(1) << 30, &a->seq[a->n_seqs++], error)) return false;
-    }
-    return true;
-}
-
-static bool read_dtypes(arguments *a, cg_error *error) {
-    char item[40];
-    if (!a->dtypes) a->dtype[a->n_dtypes++] = a->model.config.dtype;
-    for (const char *list = a->dtypes; next_item(&list, item, sizeof item);) {
-        cg_config probe = a->model.config;
-        if (!cg_config_set(&probe, "dtype", item, error)) {
-            cg_error_at(error, "--dtypes");
-            return false;
-        }
-        if (a->n_dtypes && a->dtype[0] == probe.dtype)
-            return cg_fail(error, CG_BAD_INPUT, "--dtypes names %s twice", item);
-        a->dtype[a->n_dtypes++] = probe.dtype;
     }
     return true;
 }
@@ -224,9 +203,12 @@ static bool read_arguments(arguments *a, cg_error *error) {
     if (a->json && a->compare)
         return cg_fail(error, CG_BAD_INPUT,
                        "--json and --compare: a comparison is a table, make each in its own run");
+    if (a->save && a->device.word && strcmp(a->device.word, "cpu"))
+        return cg_fail(error, CG_BAD_INPUT, "--save computes on the CPU: leave --device %s away",
+                       a->device.word);
     if (a->tolerance && !a->compare) return cg_fail(error, CG_BAD_INPUT, "--tolerance goes with --compare");
     if (!tool_model_apply(&a->model, error) || !read_parts(a, error) || !read_seqs(a, error) ||
-        !read_dtypes(a, error))
+        !tool_dtypes("--dtypes", a->dtypes, &a->model.config, a->dtype, &a->n_dtypes, error))
         return false;
     if (a->runs && !tool_integer("--runs", a->runs, 1, MAX_RUNS, &runs, error)) return false;
     if (a->tolerance && !tool_integer("--tolerance", a->tolerance, 0, 1000, &percent, error)) return false;
@@ -248,7 +230,10 @@ static bool save(const arguments *a, const cg_workload *w, const bench_row *r, c
 
 static bool measure(const arguments *a, const bench_part *p, int64_t seq, cg_dtype dtype, bench_row *r,
                     cg_error *error) {
-    cg_workload w = {.config = a->model.config, .part = p->part, .no_optimizer = p->no_optimizer};
+    cg_workload w = {.config = a->model.config,
+                     .part = p->part,
+                     .no_optimizer = p->no_optimizer,
+                     .backend = a->device.backend};
     if (!p->whole_model) {
         cg_config_dims(a->dims, &w.config);
         w.config.seq_len = seq;
@@ -279,24 +264,37 @@ static bool measure(const arguments *a, const bench_part *p, int64_t seq, cg_dty
     return ok;
 }
 
-static bool measure_all(const arguments *a, report *out, cg_error *error) {
-    if (a->save && !cg_folder_make(a->save, error)) return false;
-    out->rows = calloc((size_t)(BENCH_PARTS * MAX_ITEMS * 2), sizeof *out->rows);
-    if (!out->rows) return cg_fail(error, CG_FAILED, "out of memory for rows");
-    for (int d = 0; d < a->n_dtypes; d++) {
-        bool f64 = a->dtype[d] == CG_F64;
-        out->gemm_gflops[f64] = cg_gemm_peak_gflops(f64 ? CG_F64 : CG_F32);
-        if (!(out->gemm_gflops[f64] > 0))
+/* On the CPU bf16 is measured against the product in f32, in which it computes. */
+static bool measure_roofs(const arguments *a, report *out, cg_error *error) {
+    for (int d = -1; d < a->n_dtypes; d++) {
+        const cg_dtype dtype = d < 0 ? CG_F32 : a->dtype[d];
+        double *gflops = &out->gemm_gflops[dtype];
+        if (*gflops > 0 || (dtype == CG_BF16 && !a->device.backend)) continue;
+        if (a->device.backend) {
+            if (!bench_device_gemm(a->device.backend, dtype, gflops, error)) return false;
+        } else {
+            *gflops = cg_gemm_peak_gflops(dtype);
+        }
+        if (!(*gflops > 0))
             return cg_fail(error, CG_FAILED, "the matrix product that everything is compared with failed");
     }
-    if (!(out->gemm_gflops[0] > 0)) out->gemm_gflops[0] = cg_gemm_peak_gflops(CG_F32);
+    if (a->device.backend) return bench_device_memory(a->device.backend, &out->memory_gbytes, error);
     out->memory_gbytes = cg_memory_peak_gbytes();
+    return true;
+}
+
+static bool measure_all(const arguments *a, report *out, cg_error *error) {
+    if (a->save && !cg_folder_make(a->save, error)) return false;
+    out->rows = calloc((size_t)(BENCH_PARTS * MAX_ITEMS * CG_DTYPES), sizeof *out->rows);
+    if (!out->rows) return cg_fail(error, CG_FAILED, "out of memory for rows");
+    if (!measure_roofs(a, out, error)) return false;
     for (int p = 0; p < a->n_parts; p++)
         for (int d = 0; d < a->n_dtypes; d++)
             for (int s = 0; s < (a->part[p]->whole_model ? 1 : a->n_seqs); s++) {
                 bench_row *r = &out->rows[out->n_rows];
                 if (!measure(a, a->part[p], a->seq[s], a->dtype[d], r, error)) return false;
-                r->peak_gflops = out->gemm_gflops[r->dtype == CG_F64];
+                r->peak_gflops =
+                    out->gemm_gflops[r->dtype] > 0 ? out->gemm_gflops[r->dtype] : out->gemm_gflops[CG_F32];
                 out->n_rows++;
             }
     return true;
@@ -311,10 +309,15 @@ static void report_free(report *r) {
 
 static double gflops_of(const bench_row *r) { return r->flops / bench_row_us(r) * 1e-3; }
 
-static void print_rows(const report *out) {
-    printf("matrix product %.1f GFLOP/s in f32", out->gemm_gflops[0]);
-    if (out->gemm_gflops[1] > 0) printf(", %.1f in f64", out->gemm_gflops[1]);
-    printf("; memory %.1f GB/s; %d threads\n\n", out->memory_gbytes, cg_threads());
+static void print_rows(const arguments *a, const report *out) {
+    printf("matrix product %.1f GFLOP/s in f32", out->gemm_gflops[CG_F32]);
+    for (int d = CG_F32 + 1; d < CG_DTYPES; d++)
+        if (out->gemm_gflops[d] > 0) printf(", %.1f in %s", out->gemm_gflops[d], cg_dtype_name((cg_dtype)d));
+    printf("; memory %.1f GB/s; ", out->memory_gbytes);
+    if (a->device.backend)
+        printf("%s\n\n", a->device.name);
+    else
+        printf("%d threads\n\n", cg_threads());
     table *t = table_new("llrlrrrrrrrr");
     static const char *const titles[] = {"part",       "dims",           "S",        "dtype",
                                          "forward ms", "backward ms",    "optimize", "GFLOP",
@@ -383,12 +386,13 @@ static json_t *row_json(const bench_row *r) {
     return json;
 }
 
-static int print_json(const report *out) {
+static int print_json(const arguments *a, const report *out) {
     json_t *rows = json_array();
     for (int i = 0; i < out->n_rows; i++) json_array_append_new(rows, row_json(&out->rows[i]));
-    json_t *root =
-        json_pack("{s:f, s:f, s:f, s:o}", "gemm_peak_gflops", out->gemm_gflops[0], "gemm_peak_gflops_f64",
-                  out->gemm_gflops[1], "memory_peak_gbytes", out->memory_gbytes, "rows", rows);
+    json_t *root = json_pack("{s:s, s:f, s:f, s:f, s:f, s:o}", "device", a->device.name, "gemm_peak_gflops",
+                             out->gemm_gflops[CG_F32], "gemm_peak_gflops_f64", out->gemm_gflops[CG_F64],
+                             "gemm_peak_gflops_bf16", out->gemm_gflops[CG_BF16], "memory_peak_gbytes",
+                             out->memory_gbytes, "rows", rows);
     int failed = root ? json_dumpf(root, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(9)) : -1;
     putchar('\n');
     json_decref(root);
@@ -436,10 +440,10 @@ static const json_t *find_old(const json_t *root, const bench_row *r) {
 /* Times are put in units of the matrix product of their own run: on a busy or another machine both change alike. */
 static int print_comparison(const report *out, const json_t *old, double slower) {
     double old_peak = json_number_value(json_object_get(old, "gemm_peak_gflops")),
-           clock = old_peak / out->gemm_gflops[0];
+           clock = old_peak / out->gemm_gflops[CG_F32];
     printf("\nAgainst the earlier run (matrix product then %.1f GFLOP/s, now %.1f); above 1: slower, in units "
            "of it\n",
-           old_peak, out->gemm_gflops[0]);
+           old_peak, out->gemm_gflops[CG_F32]);
     table *t = table_new("llrlrrl");
     static const char *const titles[] = {"part", "dims", "S", "dtype", "forward", "backward", ""};
     for (size_t c = 0; c < sizeof titles / sizeof *titles; c++) table_cell(t, "%s", titles[c]);
@@ -474,18 +478,19 @@ int csagrad_bench(int argc, char **argv) {
     report out = {0};
     json_t *old = NULL;
     bool ok = read_arguments(&a, &error) && (!a.compare || (old = load_old(a.compare, &error)) != NULL);
-    ok = ok && measure_all(&a, &out, &error);
+    ok = ok && tool_device_open(&a.device, &error) && measure_all(&a, &out, &error);
     int code = 0;
     if (!ok) {
         code = tool_failed(argv[0], &error);
     } else if (a.json) {
-        code = print_json(&out);
+        code = print_json(&a, &out);
     } else {
-        print_rows(&out);
+        print_rows(&a, &out);
         for (int i = 0; a.ops && i < out.n_rows; i++) print_ops(&out, &out.rows[i]);
     }
     if (ok && old && !a.json) code = print_comparison(&out, old, a.slower);
     json_decref(old);
     report_free(&out);
+    tool_device_close(&a.device);
     return code;
 }

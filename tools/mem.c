@@ -224,18 +224,9 @@ static const struct argp argp = {options,
 
 /* ---- reading the command line ---- */
 
-/* The next item of a list; false at its end. An item too long for text is cut, and then is no number. */
-static bool next_item(const char **list, char *text, size_t bytes) {
-    if (!*list) return false;
-    size_t length = strcspn(*list, ",");
-    snprintf(text, bytes, "%.*s", (int)length, *list);
-    *list = (*list)[length] ? *list + length + 1 : NULL;
-    return true;
-}
-
 static bool read_seqs(arguments *a, cg_error *error) {
     char item[40];
-    for (const char *list = a->seqs; next_item(&list, item, sizeof item);) {
+    for (const char *list = a->seqs; tool_next_item(&list, item, sizeof item);) {
         cg_config probe = a->model.config;
         if (a->n_seqs == MAX_SIZES)
             return cg_fail(error, CG_BAD_INPUT, "--seqs has more than %d lengths", MAX_SIZES);
@@ -246,23 +237,6 @@ static bool read_seqs(arguments *a, cg_error *error) {
         a->seq[a->n_seqs++] = probe.seq_len;
     }
     if (!a->n_seqs) a->seq[a->n_seqs++] = a->model.config.seq_len;
-    return true;
-}
-
-static bool read_dtypes(arguments *a, cg_error *error) {
-    char item[40];
-    for (const char *list = a->dtypes; next_item(&list, item, sizeof item);) {
-        cg_config probe = a->model.config;
-        if (!cg_config_set(&probe, "dtype", item, error)) {
-            cg_error_at(error, "--dtypes");
-            return false;
-        }
-        for (int i = 0; i < a->n_dtypes; i++)
-            if (a->dtype[i] == probe.dtype)
-                return cg_fail(error, CG_BAD_INPUT, "--dtypes names %s twice", item);
-        a->dtype[a->n_dtypes++] = probe.dtype;
-    }
-    if (!a->n_dtypes) a->dtype[a->n_dtypes++] = a->model.config.dtype;
     return true;
 }
 
@@ -286,7 +260,7 @@ static void read_policies(arguments *a) {
 static bool read_segments(arguments *a, cg_error *error) {
     char item[64];
     const int64_t most = INT64_C(1) << 30;
-    for (const char *list = a->segments; next_item(&list, item, sizeof item); a->n_segments++) {
+    for (const char *list = a->segments; tool_next_item(&list, item, sizeof item); a->n_segments++) {
         char *slash = strchr(item, '/');
         int64_t real, physical, start = a->cu_seqlens[a->n_segments];
         if (a->n_segments == MAX_SEGMENTS)
@@ -342,7 +316,8 @@ static bool read_arguments(arguments *a, cg_error *error) {
     if (a->seqs && a->segments)
         return cg_fail(error, CG_BAD_INPUT, "--seqs: the lengths of packed rows are those of --segments");
     if (!read_dims(a, error) || !tool_model_apply(&a->model, error) || !read_part(a, error) ||
-        !read_runs(a, error) || !read_segments(a, error) || !read_seqs(a, error) || !read_dtypes(a, error))
+        !read_runs(a, error) || !read_segments(a, error) || !read_seqs(a, error) ||
+        !tool_dtypes("--dtypes", a->dtypes, &a->model.config, a->dtype, &a->n_dtypes, error))
         return false;
     read_policies(a);
     int n = a->n_seqs * a->n_dtypes * a->n_policies;

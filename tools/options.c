@@ -295,6 +295,33 @@ bool tool_integer(const char *option, const char *text, int64_t least, int64_t m
     return true;
 }
 
+bool tool_next_item(const char **list, char *text, size_t text_bytes) {
+    if (!*list) return false;
+    size_t length = strcspn(*list, ",");
+    snprintf(text, text_bytes, "%.*s", (int)length, *list);
+    *list = (*list)[length] ? *list + length + 1 : NULL;
+    return true;
+}
+
+bool tool_dtypes(const char *option, const char *list, const cg_config *config, cg_dtype dtypes[CG_DTYPES],
+                 int *n, cg_error *error) {
+    char item[40];
+    *n = 0;
+    if (!list) dtypes[(*n)++] = config->dtype;
+    while (tool_next_item(&list, item, sizeof item)) {
+        cg_config probe = *config;
+        if (!cg_config_set(&probe, "dtype", item, error)) {
+            cg_error_at(error, option);
+            return false;
+        }
+        for (int i = 0; i < *n; i++)
+            if (dtypes[i] == probe.dtype)
+                return cg_fail(error, CG_BAD_INPUT, "%s names %s twice", option, item);
+        dtypes[(*n)++] = probe.dtype;
+    }
+    return true;
+}
+
 /* ---- messages ---- */
 
 void tool_print_model(const char *program, const cg_config *config) {

@@ -80,6 +80,13 @@ bool tool_model_apply(tool_model *model, cg_error *error);
 bool tool_integer(const char *option, const char *text, int64_t least, int64_t most, int64_t *value,
                   cg_error *error);
 
+/* Lists "a,b,c": the next item, false at the end. An item too long for text is cut, and then is no number and no name. */
+bool tool_next_item(const char **list, char *text, size_t text_bytes);
+
+/* A list of number formats, none twice; without one that of the configuration. */
+bool tool_dtypes(const char *option, const char *list, const cg_config *config, cg_dtype dtypes[CG_DTYPES],
+                 int *n, cg_error *error);
+
 /* One line that makes a pasted result run again: task, sizes, seed, policy. */
 void tool_print_model(const char *program, const cg_config *config);
 

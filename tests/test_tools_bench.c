@@ -1,0 +1,97 @@
+/* csagrad bench: what its rows hold, its comparison with an earlier run, and what it refuses. No time is judged. */
+#include "tests/program.h"
+
+static const char *const small = "bench --dims toy --seqs 40,64 --runs 1 ";
+
+static double real_of(const json_t *object, const char *key) {
+    const json_t *value = json_object_get(object, key);
+    if (!json_is_number(value)) ck_abort_msg("%s is no number", key);
+    return json_number_value(value);
+}
+
+/* Beside a run that was a thousand times as slow, then beside one a thousand times as fast. */
+static void compare(json_t *report) {
+    for (int faster = 0; faster < 2; faster++) {
+        json_t *row;
+        size_t i;
+        json_array_foreach(json_object_get(report, "rows"), i, row) {
+            const double by = faster ? 1e-6 : 1e3;
+            json_object_set_new(row, "fwd_us", json_real(real_of(row, "fwd_us") * by));
+            json_object_set_new(row, "bwd_us", json_real(real_of(row, "bwd_us") * by));
+        }
+        char path[300], command[512];
+        snprintf(path, sizeof path, "%s/old.json", folder);
+        ck_assert_int_eq(json_dump_file(report, path, 0), 0);
+        snprintf(command, sizeof command, "%s --parts indexer-loss --compare '%s'", small, path);
+        outcome o = run_program(command);
+        ck_assert_int_eq(o.code, faster ? CG_FAILED : 0);
+        holds(o.out, faster ? "2 of 2 rows have a counterpart, 2 got slower"
+                            : "2 of 2 rows have a counterpart, 0 got slower");
+        outcome_free(&o);
+    }
+}
+
+START_TEST(rows_and_comparison) {
+    char command[512];
+    snprintf(command, sizeof command,
+             "%s --parts indexer-loss,attention,attention+loss --dtypes f32,f64,bf16 --json", small);
+    json_t *report = good_json(command);
+    const json_t *list = json_object_get(report, "rows");
+    ck_assert_int_eq(json_array_size(list), 3 * 2 * 3);
+    ck_assert(real_of(report, "gemm_peak_gflops") > 0 && real_of(report, "gemm_peak_gflops_f64") > 0);
+    for (size_t i = 0; i < json_array_size(list); i++) {
+        const json_t *row = json_array_get(list, i), *op;
+        double flops = 0, bytes = 0, us = 0;
+        size_t k;
+        json_array_foreach(json_object_get(row, "ops"), k, op) {
+            flops += real_of(op, "flops");
+            bytes += real_of(op, "bytes");
+            us += real_of(op, "us");
+        }
+        ck_assert(flops > 0 && flops == real_of(row, "flops") && bytes == real_of(row, "bytes"));
+        const double whole = real_of(row, "fwd_us") + real_of(row, "bwd_us") + real_of(row, "optimize_us");
+        ck_assert(fabs(us - whole) <= 1e-6 * whole);
+        ck_assert(fabs(real_of(row, "gflops") - flops / us * 1e-3) <= 1e-6 * real_of(row, "gflops"));
+        ck_assert(real_of(row, "peak_share") > 0 && number(row, "extra_peak_bytes") > 0);
+        ck_assert_int_eq(number(row, "seq"), i % 2 ? 64 : 40);
+    }
+    /* the FLOPs that are counted belong to the problem, not to the number format */
+    ck_assert(real_of(json_array_get(list, 0), "flops") == real_of(json_array_get(list, 2), "flops"));
+    compare(report);
+    json_decref(report);
+}
+END_TEST
+
+START_TEST(ops_of_a_step) {
+    char *text = good("bench --parts step --ops --runs 1 --seq 32 --batch 1 --set num_hidden_layers=2 --set "
+                      "compress_ratios=0,4");
+    holds(text, "of its roof");
+    holds(text, "csa_attention");
+    holds(text, "adamw");
+    free(text);
+}
+END_TEST
+
+START_TEST(refusals) {
+    bad("bench --parts atention", CG_BAD_INPUT, "did you mean attention?");
+    bad("bench --dtypes f32,f32", CG_BAD_INPUT, "--dtypes names f32 twice");
+    bad("bench --parts step,step", CG_BAD_INPUT, "--parts names step twice");
+    bad("bench --seqs 0", CG_BAD_INPUT, "--seqs must be an integer");
+    bad("bench --tolerance 5", CG_BAD_INPUT, "--tolerance goes with --compare");
+    bad("bench --save out --device cuda", CG_BAD_INPUT, "--save computes on the CPU");
+    bad("bench --compare /nowhere.json", CG_BAD_INPUT, "/nowhere.json");
+}
+END_TEST
+
+static int run_all(void) {
+    const TTest *const tests[] = {rows_and_comparison, ops_of_a_step, refusals};
+    return suite_run("tools_bench", tests, 3);
+}
+
+int main(void) {
+    if (!mkdtemp(folder)) return EXIT_FAILURE;
+    int code = run_all();
+    char command[256];
+    snprintf(command, sizeof command, "rm -rf '%s'", folder);
+    return system(command) ? EXIT_FAILURE : code;
+}
