@@ -230,7 +230,9 @@ static size_t csa_attention_grad_workspace(const cg_node *node) { return workspa
 static double keys_of(const cg_node *node) {
     double T = (double)cg_dim(node->in[Q], 0), W = (double)((const csa_attention_attr *)node->attr)->window;
     double K = node->in[TOPK] ? (double)cg_dim(node->in[TOPK], 1) : 0;
-    return cg_window_pairs(T, W) + cg_chosen_pairs(T, (double)cg_dim(node->in[CKV], 0), K);
+    const double n_segments = cg_segments_of(node->in[ROWS]);
+    return cg_window_pairs(T, W, n_segments) +
+           cg_chosen_pairs(T, (double)cg_dim(node->in[CKV], 0), K, n_segments);
 }
 
 /* Per key and head: two products of D, and 5 for the softmax. */

@@ -85,7 +85,7 @@ static size_t csa_teacher_at_workspace(const cg_node *node) {
 static cg_cost csa_teacher_at_cost(const cg_node *node) {
     double H = (double)cg_dim(node->in[Q], 1), D = (double)cg_dim(node->in[Q], 2);
     double pairs = cg_chosen_pairs((double)cg_dim(node->in[Q], 0), (double)cg_dim(node->in[CKV], 0),
-                                   (double)cg_dim(node->in[INDEX], 1));
+                                   (double)cg_dim(node->in[INDEX], 1), cg_segments_of(node->in[INDEX]));
     return (cg_cost){.flops = pairs * H * (2 * D + 6), .bytes = cg_node_bytes(node)};
 }
 

@@ -18,6 +18,9 @@ enum { CG_KEY_PARTS = 16 };
 /* Heads, or keys, that one vector of ops/indexer_kernels.h holds. */
 enum { CG_LANES = 8 };
 
+/* Keys whose q.k are made together, and keys whose gradients are. */
+enum { CG_KEYS = 2 * CG_LANES, CG_DEALT = 4 };
+
 /* Keys whose q.k a backward kernel holds at once. */
 enum { CG_KEY_TILE = 64 };
 

@@ -79,58 +79,96 @@ static inline void KERNEL(query_unpack)(const LANES *lanes, int64_t Hi, int64_t 
         }
 }
 
+/* What the registers hold: sums of two groups of heads with CG_LANES keys (or twice as many numbers of a gradient), or of
+ * one group with twice as many. AVX-512 has 32 vector registers, others 16. */
+#undef WIDE
+#if defined(__AVX512F__)
+#define WIDE 1
+#else
+#define WIDE 0
+#endif
+
 /* Where each of the next keys lies: rows index[0..n-1] of k, or its rows 0..n-1 when there is no list. When
- * less than CG_LANES are left the last one is repeated, so that no other row is read. */
+ * less than CG_KEYS are left the last one is repeated, so that no other row is read. */
 static inline void KERNEL(keys_at)(const REAL *k, int64_t Di, const int32_t *index, int64_t n,
-                                   const REAL *key[CG_LANES]) {
-    for (int64_t i = 0; i < CG_LANES; i++) {
+                                   const REAL *key[CG_KEYS]) {
+    for (int64_t i = 0; i < CG_KEYS; i++) {
         int64_t j = i < n ? i : n - 1;
         key[i] = k + (index ? (int64_t)index[j] : j) * Di;
     }
 }
 
-/* dots[key] [head] = q.k of one group of heads, whose channels are lanes [Di]. */
-static inline __attribute__((always_inline)) void
-KERNEL(key_dots)(const LANES *lanes, int64_t Di, const REAL *const key[CG_LANES], LANES dots[CG_LANES]) {
-    LANES sum[CG_LANES] = {0};
-    for (int64_t d = 0; d < Di; d++) {
-        LANES q = lanes[d];
-        _Pragma("GCC unroll 8") for (int i = 0; i < CG_LANES; i++) sum[i] =
-            KERNEL(CG_FUSED)(key[i][d], q, sum[i]);
-    }
-    _Pragma("GCC unroll 8") for (int i = 0; i < CG_LANES; i++) dots[i] = sum[i];
+/* dots[key] [head] = q.k of `groups` groups of heads, whose channels are lanes [groups, Di], with n_keys keys: dots of one
+ * group after those of the other. Both numbers are constants, at most CG_KEYS together. */
+static inline __attribute__((always_inline)) void KERNEL(dots_of)(const LANES *lanes, int64_t Di,
+                                                                  const int groups, const REAL *const *key,
+                                                                  const int n_keys, LANES *dots) {
+    LANES sum[CG_KEYS] = {0};
+    for (int64_t d = 0; d < Di; d++) _Pragma("GCC unroll 16") for (int i = 0; i < n_keys; i++) {
+            const REAL x = key[i][d];
+            _Pragma("GCC unroll 2") for (int g = 0; g < groups; g++) sum[g * n_keys + i] =
+                KERNEL(CG_FUSED)(x, lanes[g * Di + d], sum[g * n_keys + i]);
+        }
+    _Pragma("GCC unroll 16") for (int i = 0; i < groups * n_keys; i++) dots[i] = sum[i];
 }
 
-/* The scores of CG_LANES keys, one in each lane. NaN stays NaN. */
-static __attribute__((noinline)) LANES KERNEL(key_scores)(const LANES *lanes, const REAL *w, int64_t Hi,
-                                                          int64_t Di, const REAL *const key[CG_LANES]) {
-    LANES score = {0};
-    for (int64_t h0 = 0; h0 < Hi; h0 += CG_LANES) {
-        LANES dots[CG_LANES];
-        KERNEL(key_dots)(lanes + h0 / CG_LANES * Di, Di, key, dots);
-        KERNEL(transpose)(dots);
-        if (Hi - h0 >= CG_LANES) {
-            _Pragma("GCC unroll 8") for (int h = 0; h < CG_LANES; h++) score =
-                KERNEL(CG_FUSED)(w[h0 + h], KERNEL(relu_lanes)(dots[h]), score);
+/* The same for CG_KEYS keys and one or two groups, in the pieces that fit into registers. dots [groups, CG_KEYS]. Keys from
+ * number n on are left out where that saves a piece. */
+static inline __attribute__((always_inline)) void KERNEL(key_dots)(const LANES *lanes, int64_t Di,
+                                                                   int64_t groups,
+                                                                   const REAL *const key[CG_KEYS], int64_t n,
+                                                                   LANES *dots) {
+    if (WIDE && groups == 1 && n > CG_LANES) {
+        KERNEL(dots_of)(lanes, Di, 1, key, CG_KEYS, dots);
+        return;
+    }
+    for (int half = 0; half < CG_KEYS && half < n; half += CG_LANES) {
+        if (WIDE && groups == 2) {
+            LANES both[CG_KEYS];
+            KERNEL(dots_of)(lanes, Di, 2, key + half, CG_LANES, both);
+            _Pragma("GCC unroll 16") for (int i = 0; i < CG_KEYS; i++)
+                dots[i / CG_LANES * CG_KEYS + half + i % CG_LANES] = both[i];
         } else {
-            for (int64_t h = 0; h < Hi - h0; h++)
-                score = KERNEL(CG_FUSED)(w[h0 + h], KERNEL(relu_lanes)(dots[h]), score);
+            for (int64_t g = 0; g < groups; g++)
+                KERNEL(dots_of)(lanes + g * Di, Di, 1, key + half, CG_LANES, dots + g * CG_KEYS + half);
         }
     }
-    return score;
+}
+
+/* The scores of the first n of CG_KEYS keys, one in each lane of two vectors. NaN stays NaN. */
+static __attribute__((noinline)) void KERNEL(key_scores)(const LANES *lanes, const REAL *w, int64_t Hi,
+                                                         int64_t Di, const REAL *const key[CG_KEYS], int64_t n,
+                                                         LANES score[CG_KEYS / CG_LANES]) {
+    LANES dots[2 * CG_KEYS];
+    score[0] = score[1] = (LANES){0};
+    for (int64_t h0 = 0; h0 < Hi;) {
+        const int64_t groups = Hi - h0 > CG_LANES ? 2 : 1;
+        KERNEL(key_dots)(lanes + h0 / CG_LANES * Di, Di, groups, key, n, dots);
+        for (int64_t g = 0; g < groups; g++, h0 += CG_LANES)
+            for (int half = 0; half < CG_KEYS / CG_LANES && half * CG_LANES < n; half++) {
+                LANES *tile = dots + g * CG_KEYS + half * CG_LANES, sum = score[half];
+                KERNEL(transpose)(tile);
+                if (Hi - h0 >= CG_LANES) {
+                    _Pragma("GCC unroll 8") for (int h = 0; h < CG_LANES; h++) sum =
+                        KERNEL(CG_FUSED)(w[h0 + h], KERNEL(relu_lanes)(tile[h]), sum);
+                } else {
+                    for (int64_t h = 0; h < Hi - h0; h++)
+                        sum = KERNEL(CG_FUSED)(w[h0 + h], KERNEL(relu_lanes)(tile[h]), sum);
+                }
+                score[half] = sum;
+            }
+    }
 }
 
 /* Index scores of the n rows of k from its first on. */
 static inline void KERNEL(scores_of)(const LANES *lanes, const REAL *w, const REAL *k, int64_t Hi, int64_t Di,
                                      int64_t n, REAL *scores) {
-    for (int64_t j = 0; j < n; j += CG_LANES) {
-        const REAL *key[CG_LANES];
+    for (int64_t j = 0; j < n; j += CG_KEYS) {
+        const REAL *key[CG_KEYS];
+        LANES score[CG_KEYS / CG_LANES];
         KERNEL(keys_at)(k + j * Di, Di, NULL, n - j, key);
-        LANES score = KERNEL(key_scores)(lanes, w, Hi, Di, key);
-        if (n - j >= CG_LANES)
-            *(LANES *)(scores + j) = score;
-        else
-            for (int64_t i = 0; i < n - j; i++) scores[j + i] = score[i];
+        KERNEL(key_scores)(lanes, w, Hi, Di, key, n - j, score);
+        memcpy(scores + j, score, (size_t)(n - j < CG_KEYS ? n - j : CG_KEYS) * sizeof(REAL));
     }
 }
 
@@ -144,70 +182,126 @@ static inline void KERNEL(scores_of)(const LANES *lanes, const REAL *w, const RE
 static __attribute__((noinline)) void KERNEL(grad_dots)(const LANES *lanes, const REAL *w, const REAL *k,
                                                         int64_t Hi, int64_t Di, const int32_t *index, int64_t m,
                                                         const REAL *ds, LANES *dots, LANES *dw) {
-    const int64_t groups = cg_ceil_div(Hi, CG_LANES);
-    for (int64_t g = 0; g < groups; g++) {
-        LANES weight = {0}, sum = dw[g];
-        for (int64_t h = 0; h < CG_LANES && g * CG_LANES + h < Hi; h++) weight[h] = w[g * CG_LANES + h];
-        for (int64_t j = 0; j < m; j += CG_LANES) {
-            const REAL *key[CG_LANES];
-            LANES tile[CG_LANES];
+    const int64_t all_groups = cg_ceil_div(Hi, CG_LANES);
+    for (int64_t g0 = 0; g0 < all_groups; g0 += 2) {
+        const int64_t groups = all_groups - g0 > 1 ? 2 : 1;
+        LANES weight[2] = {0};
+        for (int64_t h = 0; h < groups * CG_LANES && g0 * CG_LANES + h < Hi; h++)
+            weight[h / CG_LANES][h % CG_LANES] = w[g0 * CG_LANES + h];
+        for (int64_t j = 0; j < m; j += CG_KEYS) {
+            const REAL *key[CG_KEYS];
+            LANES tile[2 * CG_KEYS];
             KERNEL(keys_at)(index ? k : k + j * Di, Di, index ? index + j : NULL, m - j, key);
-            KERNEL(key_dots)(lanes + g * Di, Di, key, tile);
-            for (int64_t i = 0; i < CG_LANES && j + i < m; i++) {
-                __typeof__(tile[i] > tile[i]) on = tile[i] > (LANES){0};
-                const LANES scaled = ds[j + i] * weight;
-                sum += ds[j + i] * (LANES)(on & (__typeof__(on))tile[i]);
-                dots[(j + i) * groups + g] = (LANES)(on & (__typeof__(on))scaled);
+            KERNEL(key_dots)(lanes + g0 * Di, Di, groups, key, m - j, tile);
+            for (int64_t g = 0; g < groups; g++) {
+                LANES sum = dw[g0 + g];
+                for (int64_t i = 0; i < CG_KEYS && j + i < m; i++) {
+                    const LANES dot = tile[g * CG_KEYS + i], scaled = ds[j + i] * weight[g];
+                    __typeof__(dot > dot) on = dot > (LANES){0};
+                    sum += ds[j + i] * (LANES)(on & (__typeof__(on))dot);
+                    dots[(j + i) * all_groups + g0 + g] = (LANES)(on & (__typeof__(on))scaled);
+                }
+                dw[g0 + g] = sum;
             }
         }
-        dw[g] = sum;
     }
+}
+
+/* Channels d .. d + n - 1 of `groups` groups of heads: out [groups, Di] += dots times keys. The numbers are constants. */
+static inline __attribute__((always_inline)) void
+KERNEL(add_keys)(const REAL *k, int64_t Di, const int32_t *index, int64_t m, const LANES *dots,
+                 int64_t all_groups, const int groups, int64_t d, const int n, LANES *out) {
+    LANES sum[CG_KEYS];
+    _Pragma("GCC unroll 16") for (int i = 0; i < groups * n; i++) sum[i] = out[i / n * Di + d + i % n];
+    for (int64_t j = 0; j < m; j++) {
+        const REAL *key = k + (index ? (int64_t)index[j] : j) * Di + d;
+        const LANES *dot = dots + j * all_groups;
+        _Pragma("GCC unroll 16") for (int i = 0; i < n; i++) {
+            const REAL x = key[i];
+            _Pragma("GCC unroll 2") for (int g = 0; g < groups; g++) sum[g * n + i] =
+                KERNEL(CG_FUSED)(x, dot[g], sum[g * n + i]);
+        }
+    }
+    _Pragma("GCC unroll 16") for (int i = 0; i < groups * n; i++) out[i / n * Di + d + i % n] = sum[i];
 }
 
 static __attribute__((noinline)) void KERNEL(grad_queries)(const REAL *k, int64_t Hi, int64_t Di,
                                                            const int32_t *index, int64_t m, const LANES *dots,
                                                            LANES *dlanes) {
     const int64_t groups = cg_ceil_div(Hi, CG_LANES);
-    for (int64_t g = 0; g < groups; g++) {
+    for (int64_t g = 0; g < groups;) {
         LANES *out = dlanes + g * Di;
+        const bool two = WIDE && groups - g > 1;
         int64_t d = 0;
-        for (; d + CG_LANES <= Di; d += CG_LANES) {
-            LANES sum[CG_LANES];
-            _Pragma("GCC unroll 8") for (int i = 0; i < CG_LANES; i++) sum[i] = out[d + i];
-            for (int64_t j = 0; j < m; j++) {
-                const REAL *key = k + (index ? (int64_t)index[j] : j) * Di + d;
-                const LANES dot = dots[j * groups + g];
-                _Pragma("GCC unroll 8") for (int i = 0; i < CG_LANES; i++) sum[i] += key[i] * dot;
-            }
-            _Pragma("GCC unroll 8") for (int i = 0; i < CG_LANES; i++) out[d + i] = sum[i];
-        }
-        for (int64_t j = 0; j < m && d < Di; j++) {
-            const REAL *key = k + (index ? (int64_t)index[j] : j) * Di;
-            for (int64_t i = d; i < Di; i++) out[i] += key[i] * dots[j * groups + g];
-        }
+        for (; WIDE && !two && d + CG_KEYS <= Di; d += CG_KEYS)
+            KERNEL(add_keys)(k, Di, index, m, dots + g, groups, 1, d, CG_KEYS, out);
+        for (; d + CG_LANES <= Di; d += CG_LANES)
+            if (two)
+                KERNEL(add_keys)(k, Di, index, m, dots + g, groups, 2, d, CG_LANES, out);
+            else
+                KERNEL(add_keys)(k, Di, index, m, dots + g, groups, 1, d, CG_LANES, out);
+        for (; d < Di; d++)
+            for (int i = 0; i <= two; i++)
+                KERNEL(add_keys)(k, Di, index, m, dots + g + i, groups, 1, d, 1, out + i * Di);
+        g += 1 + two;
     }
 }
 
-/* One key: dk [Di] += sum_h dot[h] q[h]. */
-static inline __attribute__((always_inline)) void KERNEL(grad_key)(const REAL *q, int64_t Hi, int64_t Di,
-                                                                   const REAL *dot, REAL *dk) {
+/* n <= CG_DEALT keys, no two the same row: dk[i] [Di] += sum_h dot[i][h] q[h]. n is a constant. */
+static inline __attribute__((always_inline)) void
+KERNEL(add_heads)(const REAL *q, int64_t Hi, int64_t Di, const int n, const REAL *const *dot, REAL *const *dk) {
+    enum { VECTORS = 4 };
     int64_t d = 0;
-    for (; d + 4 * CG_LANES <= Di; d += 4 * CG_LANES) {
-        LANES *out = (LANES *)(dk + d), sum[4] = {out[0], out[1], out[2], out[3]};
+    for (; d + VECTORS * CG_LANES <= Di; d += VECTORS * CG_LANES) {
+        LANES sum[CG_DEALT][VECTORS];
+        _Pragma("GCC unroll 4") for (int i = 0; i < n; i++)
+            _Pragma("GCC unroll 4") for (int v = 0; v < VECTORS; v++) sum[i][v] =
+                ((const LANES *)(dk[i] + d))[v];
         for (int64_t h = 0; h < Hi; h++) {
             const LANES *head = (const LANES *)(q + h * Di + d);
-            _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) sum[i] += dot[h] * head[i];
+            _Pragma("GCC unroll 4") for (int i = 0; i < n; i++)
+                _Pragma("GCC unroll 4") for (int v = 0; v < VECTORS; v++) sum[i][v] =
+                    KERNEL(CG_FUSED)(dot[i][h], head[v], sum[i][v]);
         }
-        _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) out[i] = sum[i];
+        _Pragma("GCC unroll 4") for (int i = 0; i < n; i++)
+            _Pragma("GCC unroll 4") for (int v = 0; v < VECTORS; v++)((LANES *)(dk[i] + d))[v] = sum[i][v];
     }
-    for (int64_t h = 0; h < Hi && d < Di; h++)
-        for (int64_t i = d; i < Di; i++) dk[i] += dot[h] * q[h * Di + i];
+    for (int i = 0; i < n; i++)
+        for (int64_t c = d; c < Di; c++)
+            for (int64_t h = 0; h < Hi; h++) dk[i][c] = KERNEL(CG_FMA)(dot[i][h], q[h * Di + c], dk[i][c]);
+}
+
+static __attribute__((noinline)) void KERNEL(add_heads_to_one)(const REAL *q, int64_t Hi, int64_t Di,
+                                                               const REAL *const *dot, REAL *const *dk) {
+    KERNEL(add_heads)(q, Hi, Di, 1, dot, dk);
+}
+
+/* The gradients of n <= CG_DEALT keys, some of which may be the same row. Any n gives a key the same bits. */
+static inline void KERNEL(grad_some)(const REAL *q, int64_t Hi, int64_t Di, int64_t n, const REAL *const *dot,
+                                     REAL *const *dk) {
+    bool together = WIDE && n == CG_DEALT;
+    for (int64_t i = 1; together && i < n; i++)
+        for (int64_t j = 0; j < i; j++) together &= dk[i] != dk[j];
+    if (together) {
+        KERNEL(add_heads)(q, Hi, Di, CG_DEALT, dot, dk);
+        return;
+    }
+    for (int64_t i = 0; i < n; i++) KERNEL(add_heads_to_one)(q, Hi, Di, dot + i, dk + i);
 }
 
 static __attribute__((noinline)) void KERNEL(grad_keys)(const REAL *q, int64_t Hi, int64_t Di, int64_t m,
                                                         const LANES *dots, REAL *dk) {
     const int64_t groups = cg_ceil_div(Hi, CG_LANES);
-    for (int64_t j = 0; j < m; j++) KERNEL(grad_key)(q, Hi, Di, (const REAL *)(dots + j * groups), dk + j * Di);
+    for (int64_t j = 0; j < m; j += CG_DEALT) {
+        const REAL *dot[CG_DEALT];
+        REAL *to[CG_DEALT];
+        const int64_t n = m - j < CG_DEALT ? m - j : CG_DEALT;
+        for (int64_t i = 0; i < n; i++) {
+            dot[i] = (const REAL *)(dots + (j + i) * groups);
+            to[i] = dk + (j + i) * Di;
+        }
+        KERNEL(grad_some)(q, Hi, Di, n, dot, to);
+    }
 }
 
 /* All of it for rows 0..n-1 of k, from ds [n]. Adds to dlanes [groups, Di] (dq with heads in the lanes), dw [groups]

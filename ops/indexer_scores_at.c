@@ -145,16 +145,16 @@ static void indexer_scores_at_build_grad(cg_graph *graph, const cg_node *node, c
 /* As if every slot were used. */
 static cg_cost indexer_scores_at_cost(const cg_node *node) {
     const cg_shape *q = &node->in[0]->shape;
-    double pairs =
-        cg_chosen_pairs((double)q->dims[0], (double)cg_dim(node->in[2], 0), (double)cg_dim(node->in[3], 1));
+    double pairs = cg_chosen_pairs((double)q->dims[0], (double)cg_dim(node->in[2], 0),
+                                   (double)cg_dim(node->in[3], 1), cg_segments_of(node->in[3]));
     return (cg_cost){.flops = pairs * (double)q->dims[1] * (2 * (double)q->dims[2] + 2),
                      .bytes = cg_node_bytes(node)};
 }
 
 static cg_cost indexer_scores_at_grad_cost(const cg_node *node) {
     const cg_shape *q = &node->in[1]->shape;
-    double pairs =
-        cg_chosen_pairs((double)q->dims[0], (double)cg_dim(node->in[3], 0), (double)cg_dim(node->in[4], 1));
+    double pairs = cg_chosen_pairs((double)q->dims[0], (double)cg_dim(node->in[3], 0),
+                                   (double)cg_dim(node->in[4], 1), cg_segments_of(node->in[4]));
     return (cg_cost){.flops = pairs * (double)q->dims[1] * (6 * (double)q->dims[2] + 3),
                      .bytes = cg_node_bytes(node)};
 }
@@ -336,11 +336,13 @@ static bool KERNEL(indexer_scores_at)(const cg_run_args *args) {
         }
         if (n == 0) continue;
         KERNEL(query_pack)(q + t * Hi * Di, Hi, Di, lanes);
-        for (int64_t j = 0; j < n; j += CG_LANES) {
-            const REAL *key[CG_LANES];
+        for (int64_t j = 0; j < n; j += CG_KEYS) {
+            const REAL *key[CG_KEYS];
+            LANES score[CG_KEYS / CG_LANES];
             KERNEL(keys_at)(k, Di, list + j, n - j, key);
-            LANES score = KERNEL(key_scores)(lanes, w + t * Hi, Hi, Di, key);
-            for (int64_t i = 0; i < CG_LANES && j + i < n; i++) scores[t * K + slot[j + i]] = score[i];
+            KERNEL(key_scores)(lanes, w + t * Hi, Hi, Di, key, n - j, score);
+            for (int64_t i = 0; i < CG_KEYS && j + i < n; i++)
+                scores[t * K + slot[j + i]] = ((const REAL *)score)[i];
         }
     }
     return true;
@@ -377,10 +379,17 @@ static __attribute__((noinline)) void KERNEL(grad_dealt)(const REAL *q, const LA
                                                          const int32_t *order, int64_t n, const uint8_t *active,
                                                          LANES *dots, REAL *dk) {
     const int64_t groups = cg_ceil_div(Hi, CG_LANES);
-    for (int64_t i = 0; i < n; i++) {
-        const int64_t j = order[i];
-        KERNEL(restore_dots)(active + j * groups, ds[j], weights, groups, dots);
-        KERNEL(grad_key)(q, Hi, Di, (const REAL *)dots, dk + (int64_t)index[j] * Di);
+    for (int64_t i = 0; i < n; i += CG_DEALT) {
+        const REAL *dot[CG_DEALT];
+        REAL *to[CG_DEALT];
+        const int64_t m = n - i < CG_DEALT ? n - i : CG_DEALT;
+        for (int64_t e = 0; e < m; e++) {
+            const int64_t j = order[i + e];
+            KERNEL(restore_dots)(active + j * groups, ds[j], weights, groups, dots + e * groups);
+            dot[e] = (const REAL *)(dots + e * groups);
+            to[e] = dk + (int64_t)index[j] * Di;
+        }
+        KERNEL(grad_some)(q, Hi, Di, m, dot, to);
     }
 }
 
