@@ -194,18 +194,41 @@ static double floor_us(cg_dtype dtype, double flops, double bytes) {
     return 1e6 * fmax(flops / rate, bytes / memory_bytes);
 }
 
-static bool write_json(FILE *file, const bench_row *r) {
+/* What the part takes beyond inputs and their gradients when every head's scores are saved: planned alone. */
+static bool plan_saved(const task *t, int64_t *bytes, cg_error *error) {
+    task saved = *t;
+    cg_step step = {0};
+    cg_measurement planned = {0};
+    saved.workload.backend = &t->backend;
+    bool ok = cg_config_set(&saved.workload.config, "policy", "save", error) &&
+              cg_measure_plan(&saved.workload, &step, &planned, error);
+    *bytes = planned.planned_peak_bytes - planned.boundary_bytes;
+    cg_measurement_free(&planned);
+    cg_step_free(&step);
+    return ok;
+}
+
+/* Bytes of a timed part: its planned peak, what was asked of the driver for it, by how much the driver's free memory fell
+ * (kernels that were loaded meanwhile included), and plan_saved. */
+typedef struct part_bytes {
+    int64_t planned, asked, driver, saved;
+} part_bytes;
+
+static bool write_json(FILE *file, const bench_row *r, const part_bytes *b) {
     const double floor = floor_us(r->dtype, r->flops, r->bytes);
     fprintf(
         file,
         "{\"name\": \"%s\", \"dims\": \"%s\", \"policy\": \"%s\", \"seq\": %lld, \"dtype\": \"%s\", "
         "\"threads\": %d, \"fwd_us\": %.9g, \"bwd_us\": %.9g, \"optimize_us\": %.9g, \"step_us\": %.9g, "
         "\"flops\": %.9g, \"bytes\": %.9g, \"gflops\": %.9g, \"peak_share\": %.9g, \"extra_peak_bytes\": %lld, "
+        "\"extra_peak_bytes_save\": %lld, \"planned_peak_bytes\": %lld, \"asked_bytes\": %lld, "
+        "\"driver_bytes\": %lld, "
         "\"floor_us\": %.9g, \"ops\": [",
         r->name, r->dims, r->policy, (long long)r->seq, cg_dtype_name(r->dtype), cg_threads(),
         r->us[CG_FORWARD], bench_row_backward_us(r), r->us[CG_OPTIMIZE], r->step_us, r->flops, r->bytes,
         r->flops / bench_row_us(r) * 1e-3, r->flops / bench_row_us(r) * 1e-3 / r->peak_gflops,
-        (long long)r->extra_peak_bytes, floor);
+        (long long)r->extra_peak_bytes, (long long)b->saved, (long long)b->planned, (long long)b->asked,
+        (long long)b->driver, floor);
     for (int k = 0; k < r->n_ops; k++)
         fprintf(file,
                 "%s\n  {\"op\": \"%s\", \"pass\": \"%s\", \"nodes\": %d, \"us\": %.9g, \"flops\": %.9g, "
@@ -216,9 +239,9 @@ static bool write_json(FILE *file, const bench_row *r) {
     return !ferror(file);
 }
 
-static bool append(const char *path, const bench_row *row, cg_error *error) {
+static bool append(const char *path, const bench_row *row, const part_bytes *bytes, cg_error *error) {
     FILE *file = fopen(path, "a");
-    bool ok = file && write_json(file, row);
+    bool ok = file && write_json(file, row, bytes);
     if (file) ok &= fclose(file) == 0;
     return ok || cg_fail(error, CG_FAILED, "%s: %s", path, strerror(errno));
 }
@@ -236,7 +259,12 @@ static bool time_part(const task *t, const char *path, cg_error *error) {
                      .peak_gflops = 1e-9 * f32_flops};
     if (row.dtype == CG_BF16) row.peak_gflops = 1e-9 * bf16_flops;
     if (row.dtype == CG_F64) row.peak_gflops = 1e-9 * f64_flops;
-    bool ok = set_up(t, true, false, &step, &planned, &exec, error);
+    part_bytes bytes = {0};
+    int64_t before = 0, after = 0;
+    const int64_t asked = cg_device_asked_bytes(t->device);
+    bool ok = cg_device_free_bytes(t->device, &before, error) &&
+              set_up(t, true, false, &step, &planned, &exec, error);
+    bytes.asked = cg_device_asked_bytes(t->device) - asked;
     const int n_steps = ok ? step.plan->n_steps : 0;
     double *node_us = calloc((size_t)n_steps + 1, sizeof *node_us), watched_us;
     if (ok && !node_us) ok = cg_fail(error, CG_FAILED, "out of memory for the times of %d nodes", n_steps);
@@ -244,13 +272,18 @@ static bool time_part(const task *t, const char *path, cg_error *error) {
          cg_measure_time(exec, n_steps, t->n_runs, NULL, &row.step_us, error) &&
          cg_measure_time(exec, n_steps, t->n_runs, node_us, &watched_us, error) &&
          bench_row_add_nodes(&row, step.plan, node_us, error);
+    ok = ok && cg_device_free_bytes(t->device, &after, error) && plan_saved(t, &bytes.saved, error);
+    bytes.planned = planned.planned_peak_bytes;
+    bytes.driver = before - after;
     if (ok) {
         row.extra_peak_bytes = planned.planned_peak_bytes - planned.boundary_bytes;
         const double floor = floor_us(row.dtype, row.flops, row.bytes);
-        printf("%-15s %-6s %7lld %-5s %11.3f %11.3f %11.3f %11.3f %7.1f %%\n", row.name, row.dims,
-               (long long)row.seq, cg_dtype_name(row.dtype), row.us[CG_FORWARD] / 1e3,
-               bench_row_backward_us(&row) / 1e3, row.step_us / 1e3, floor / 1e3, 100 * floor / row.step_us);
-        ok = append(path, &row, error);
+        printf("%-15s %-6s %7lld %-5s %11.3f %11.3f %11.3f %11.3f %7.1f %% %11.1f %9.2f %%\n", row.name,
+               row.dims, (long long)row.seq, cg_dtype_name(row.dtype), row.us[CG_FORWARD] / 1e3,
+               bench_row_backward_us(&row) / 1e3, row.step_us / 1e3, floor / 1e3, 100 * floor / row.step_us,
+               (double)row.extra_peak_bytes / 1048576,
+               100 * (double)row.extra_peak_bytes / (double)bytes.saved);
+        ok = append(path, &row, &bytes, error);
     }
     free(node_us);
     free(row.ops);
