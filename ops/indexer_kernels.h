@@ -11,13 +11,21 @@
 #define LANES KERNEL(lanes)
 typedef REAL LANES __attribute__((vector_size(CG_LANES * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
 
-#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
-/* The only use of 64-byte vectors without AVX-512: CG_FUSED_f64. */
-static inline __attribute__((always_inline, unused)) LANES KERNEL(halves)(REAL a, LANES b, LANES c) {
-    for (int i = 0; i < CG_LANES; i++) c[i] = KERNEL(CG_FMA)(a, b[i], c[i]);
+#include "ops/fused.h"
+
+/* The same for a scalar and two vectors. */
+static inline __attribute__((always_inline)) LANES KERNEL(fused_lanes)(REAL a, LANES b, LANES c) {
+#if !defined(__FMA__)
+    return a * b + c;
+#elif REAL_BITS == 32
+    return (LANES)_mm256_fmadd_ps(_mm256_set1_ps(a), (__m256)b, (__m256)c);
+#elif defined(__AVX512F__)
+    return (LANES)_mm512_fmadd_pd(_mm512_set1_pd(a), (__m512d)b, (__m512d)c);
+#else
+    for (int i = 0; i < CG_LANES; i++) c[i] = KERNEL(fused)(a, b[i], c[i]);
     return c;
-}
 #endif
+}
 
 /* a[i][j] becomes a[j][i]: swap blocks of 1, then of 2, then of 4 across the diagonal. */
 static inline __attribute__((always_inline)) void KERNEL(transpose)(LANES a[CG_LANES]) {
@@ -96,7 +104,7 @@ KERNEL(key_dots)(const LANES *lanes, int64_t Di, const REAL *const key[CG_LANES]
     for (int64_t d = 0; d < Di; d++) {
         LANES q = lanes[d];
         _Pragma("GCC unroll 8") for (int i = 0; i < CG_LANES; i++) sum[i] =
-            KERNEL(CG_FUSED)(key[i][d], q, sum[i]);
+            KERNEL(fused_lanes)(key[i][d], q, sum[i]);
     }
     _Pragma("GCC unroll 8") for (int i = 0; i < CG_LANES; i++) dots[i] = sum[i];
 }
@@ -111,10 +119,10 @@ static __attribute__((noinline)) LANES KERNEL(key_scores)(const LANES *lanes, co
         KERNEL(transpose)(dots);
         if (Hi - h0 >= CG_LANES) {
             _Pragma("GCC unroll 8") for (int h = 0; h < CG_LANES; h++) score =
-                KERNEL(CG_FUSED)(w[h0 + h], KERNEL(relu_lanes)(dots[h]), score);
+                KERNEL(fused_lanes)(w[h0 + h], KERNEL(relu_lanes)(dots[h]), score);
         } else {
             for (int64_t h = 0; h < Hi - h0; h++)
-                score = KERNEL(CG_FUSED)(w[h0 + h], KERNEL(relu_lanes)(dots[h]), score);
+                score = KERNEL(fused_lanes)(w[h0 + h], KERNEL(relu_lanes)(dots[h]), score);
         }
     }
     return score;

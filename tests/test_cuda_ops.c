@@ -121,7 +121,7 @@ static void expect_near(const case_run *cpu, const case_run *gpu, const char *va
             bool marker = !isfinite(x) || !isfinite(y) || value->dtype == CG_I32;
             if (marker && !(x == y || (isnan(x) && isnan(y)))) {
                 snprintf(what, sizeof what, "%s[%lld] is %g, on the CPU %g", value->name, (long long)k, y, x);
-                abort_in(gpu, variant, cg_dtype_name(cpu->built.op->run[CG_I32] ? CG_I32 : value->dtype), what);
+                abort_in(gpu, variant, cg_dtype_name(cg_op_kernel(cpu->built.op, CG_I32) ? CG_I32 : value->dtype), what);
             }
             if (marker) continue;
             difference += (x - y) * (x - y);
@@ -137,7 +137,7 @@ static void expect_near(const case_run *cpu, const case_run *gpu, const char *va
 /* ---- all cases ---- */
 
 static bool has_dtype(const cg_op *op, cg_dtype real) {
-    return op->run[real] || (real == CG_F32 && op->run[CG_I32]);
+    return cg_op_kernel(op, real) || (real == CG_F32 && cg_op_kernel(op, CG_I32));
 }
 
 static void check_runs(const cg_op *op, const cg_case *c, cg_dtype real, const char *variant) {
@@ -223,7 +223,7 @@ START_TEST(tables_are_complete) {
         if (!plain->name || strcmp(plain->name, "plain") || plain->fits || plain->least_sm)
             ck_abort_msg("%s: the first variant must be \"plain\" and run anywhere", op->name);
         for (cg_dtype d = CG_F32; d <= CG_I32; d++)
-            if (!op->run[d] != !plain->launch[d])
+            if (!cg_op_kernel(op, d) != !plain->launch[d])
                 ck_abort_msg("%s: the CPU and plain differ in what they do for %s", op->name, cg_dtype_name(d));
         bool errs = false;
         for (int c = 0; c < op->n_cases; c++) errs |= op->cases[c].run_error != NULL;

@@ -9,6 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "core/isa.h"
 #include "core/suggest.h"
 #include "tools/options.h"
 
@@ -81,8 +82,9 @@ int main(int argc, char **argv) {
     spin_briefly(argv);
     argp_program_version = CSAGRAD_VERSION;
     argp_err_exit_status = CG_BAD_INPUT;
+    cg_error error = {0};
+    if (!cg_isa_obeyed(&error)) return tool_failed("csagrad", &error);
     if (argc < 2) {
-        cg_error error = {0};
         cg_fail(&error, CG_BAD_INPUT, "a command is needed, see csagrad --help");
         return tool_failed("csagrad", &error);
     }
