@@ -166,10 +166,11 @@ static dnnl_status_t compile(kernel *kern) {
     dnnl_status_t status = dnnl_success;
     dnnl_primitive_attr_t attr = NULL;
     if (!engine) {
-        /* held to the path; a lower one that DNNL_MAX_CPU_ISA names stays where the path is the highest */
+        /* Held to the path. On the highest one DNNL_MAX_CPU_ISA may name a lower level; a oneDNN that was built without
+         * this call stays as it is. */
         if (cg_isa_used() != CG_AVX512)
-            status = dnnl_set_max_cpu_isa(cg_isa_used() == CG_AVX2 ? dnnl_cpu_isa_avx2 : dnnl_cpu_isa_sse41);
-        if (status == dnnl_success) status = dnnl_engine_create(&engine, dnnl_cpu, 0);
+            dnnl_set_max_cpu_isa(cg_isa_used() == CG_AVX2 ? dnnl_cpu_isa_avx2 : dnnl_cpu_isa_sse41);
+        status = dnnl_engine_create(&engine, dnnl_cpu, 0);
     }
     if (status == dnnl_success) status = matrix_desc(&kern->a, kern->dtype, kern->m, kern->k, kern->trans_a);
     if (status == dnnl_success) status = matrix_desc(&kern->b, kern->dtype, kern->k, kern->n, kern->trans_b);

@@ -38,7 +38,7 @@ static cg_isa named(const char *name) {
 
 bool cg_isa_obeyed(cg_error *error) {
     const char *name = getenv("CSAGRAD_ISA");
-    if (!name) return true;
+    if (!name || !*name) return true;
     const cg_isa isa = named(name);
     if (isa == CG_ISAS) {
         const char *near = cg_suggest(name, names, CG_ISAS);

@@ -17,7 +17,7 @@ typedef enum cg_isa {
 cg_isa cg_isa_used(void);
 
 /* Can CSAGRAD_ISA be obeyed? CG_BAD_INPUT for a name that no path has, and for a path that this processor or build
- * lacks. A program asks at its start: where nobody asks, such a value counts as none. */
+ * lacks. An empty value is none. A program asks at its start: where nobody asks, a bad value counts as none. */
 bool cg_isa_obeyed(cg_error *error);
 
 /* Do this processor and this build have the path? */

@@ -31,7 +31,8 @@ static const command commands[] = {
     {"dump", "write a CSA layer's inputs and answers under a named contract, to test other code against",
      csagrad_dump},
     {"ops", "list the ops: what each saves for backward, and what recompute may do with it", csagrad_ops},
-    {"info", "list the tensors of a file: safetensors, npy or npz", csagrad_info},
+    {"info", "list the tensors of a file: safetensors, npy or npz; without one, the kernels that run here",
+     csagrad_info},
     {"config", "list the keys of the configuration, or print the one that the options give", csagrad_config},
 };
 
