@@ -13,13 +13,13 @@
 #define ISA(name) name
 #include CG_ISA_FILE
 
-/* cg_isa_exists asks for the same. Other compilers than GCC do not let __AVX2__ follow the target. */
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#ifdef CG_HAVE_ISAS
 #ifndef CG_EACH_ISA
 #define CG_EACH_ISA(name)                                                                                      \
     { [CG_PORTABLE] = name, [CG_AVX2] = name##_avx2, [CG_AVX512] = name##_avx512 }
 #endif
 
+/* cg_isa_exists asks for the same. */
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,bmi,bmi2,popcnt")
 #undef ISA

@@ -13,7 +13,7 @@ static const char *const names[CG_ISAS] = {
 /* What core/each_isa.h compiles for. These calls know whether the system saves the wide registers. */
 bool cg_isa_exists(cg_isa isa) {
     if (isa == CG_PORTABLE) return true;
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#ifdef CG_HAVE_ISAS
     __builtin_cpu_init();
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                           __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
@@ -46,7 +46,7 @@ bool cg_isa_obeyed(cg_error *error) {
                        name, near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
     }
     return cg_isa_exists(isa) ||
-           cg_fail(error, CG_BAD_INPUT, "CSAGRAD_ISA is %s, but this processor has no such instructions", name);
+           cg_fail(error, CG_BAD_INPUT, "CSAGRAD_ISA is %s, which this processor or build lacks", name);
 }
 
 static atomic_int used = CG_ISAS;

@@ -5,6 +5,11 @@
 
 #include "core/error.h"
 
+/* Where the compiler can compile for several: other compilers than GCC do not let __AVX2__ follow the target. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define CG_HAVE_ISAS
+#endif
+
 /* Rising: a processor that has one has those before it. */
 typedef enum cg_isa {
     CG_PORTABLE, /* what the compiler takes for granted: SSE2 on x86-64; the only one on other processors */

@@ -1,9 +1,11 @@
 #include "core/vec.h"
 
+#include "core/isa.h"
+
 #include <math.h>
 #include <string.h>
 
-#if defined(CG_HAVE_SLEEF) && defined(__x86_64__)
+#if defined(CG_HAVE_SLEEF) && defined(CG_HAVE_ISAS)
 #include <immintrin.h>
 /* It declares what the target has. */
 #pragma GCC push_options
