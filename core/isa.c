@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/shown.h"
 #include "core/suggest.h"
 
 static const char *const names[CG_ISAS] = {
@@ -42,8 +43,8 @@ bool cg_isa_obeyed(cg_error *error) {
     const cg_isa isa = named(name);
     if (isa == CG_ISAS) {
         const char *near = cg_suggest(name, names, CG_ISAS);
-        return cg_fail(error, CG_BAD_INPUT, "CSAGRAD_ISA is \"%.60s\", expected avx512, avx2 or portable%s%s%s",
-                       name, near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
+        return cg_fail(error, CG_BAD_INPUT, "CSAGRAD_ISA is \"%s\", expected avx512, avx2 or portable%s%s%s",
+                       cg_shown(name).text, near ? ", did you mean " : "", near ? near : "", near ? "?" : "");
     }
     return cg_isa_exists(isa) ||
            cg_fail(error, CG_BAD_INPUT, "CSAGRAD_ISA is %s, which this processor or build lacks", name);
