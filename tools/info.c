@@ -153,23 +153,24 @@ static int print_table(const info *in, const cg_archive *file) {
     return 0;
 }
 
-/* The paths that this processor has, and the one in use. */
+/* The paths that this processor has, the highest first, and the one in use. */
 static int print_isas(const info *in) {
+    const char *used = cg_isa_name(cg_isa_used());
     json_t *isas = json_array();
-    if (!in->json) printf("%s\nkernels: %s, of", CSAGRAD_VERSION, cg_isa_name(cg_isa_used()));
-    for (int isa = CG_ISAS - 1; isa >= 0; isa--) {
-        if (!cg_isa_exists((cg_isa)isa)) continue;
-        json_array_append_new(isas, json_string(cg_isa_name((cg_isa)isa)));
-        if (!in->json) printf(" %s", cg_isa_name((cg_isa)isa));
-    }
-    if (!in->json) puts(" that this processor has; CSAGRAD_ISA chooses");
-    json_t *root = json_pack("{s:s, s:s, s:o}", "version", CSAGRAD_VERSION, "isa", cg_isa_name(cg_isa_used()),
-                             "isas", isas);
+    for (int isa = CG_ISAS - 1; isa >= 0; isa--)
+        if (cg_isa_exists((cg_isa)isa)) json_array_append_new(isas, json_string(cg_isa_name((cg_isa)isa)));
     if (in->json) {
+        json_t *root = json_pack("{s:s, s:s, s:O}", "version", CSAGRAD_VERSION, "isa", used, "isas", isas);
         json_dumpf(root, stdout, JSON_INDENT(2));
         putchar('\n');
+        json_decref(root);
+    } else {
+        printf("%s\nkernels: %s; this processor has", CSAGRAD_VERSION, used);
+        for (size_t i = 0; i < json_array_size(isas); i++)
+            printf("%s %s", i ? "," : "", json_string_value(json_array_get(isas, i)));
+        puts("; CSAGRAD_ISA chooses");
     }
-    json_decref(root);
+    json_decref(isas);
     return 0;
 }
 
