@@ -11,7 +11,7 @@
  *
  * Both kernels add the fused products of a block in order of k (seen of oneDNN 2.6, and tested), and both
  * cut k alike. So an element depends on its row of A, its column of B and k, and not on m, n or the tile,
- * if this file is compiled for a processor with FMA.
+ * on a path with FMA (core/isa.h); without, oneDNN has no such kernels.
  *
  * bf16 operands go to oneDNN as they are where it has kernels for them (AVX-512 with BF16), which multiply pairs and
  * add up in f32. Elsewhere, and for small products, their blocks are widened to f32 first and treated as such. The
@@ -33,9 +33,6 @@
 #include "core/bf16.h"
 #include "core/threads.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 #ifdef CG_HAVE_DNNL
 #include <oneapi/dnnl/dnnl.h>
 #endif
@@ -45,119 +42,27 @@ static int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1)
 static int64_t round_up(int64_t n, int64_t step) { return parts_of(n, step) * step; }
 static size_t aligned(int64_t bytes) { return (size_t)round_up(bytes, 64); }
 
-/* ---- The plain kernel: panels of PLAIN_ROWS rows of A against panels of two vectors of columns of B ---- */
+/* ---- The plain kernel ---- */
 
-#if defined(__AVX512F__)
-enum { VECTOR_BYTES = 64, PLAIN_ROWS = 8 };
-#elif defined(__AVX2__)
-enum { VECTOR_BYTES = 32, PLAIN_ROWS = 4 }; /* 16 registers hold 4 x 2 sums and their operands */
-#else
-enum { VECTOR_BYTES = 16, PLAIN_ROWS = 4 };
-#endif
+typedef struct plain_product {
+    int64_t rows, vector_bytes; /* of a panel of A; B has two vectors of columns */
+    void (*f32)(int64_t m, int64_t n, int64_t depth, const float *a, int64_t a_row, int64_t a_k, const float *b,
+                int64_t b_col, int64_t b_k, float *c, int64_t ldc, bool add, float *packed_a, float *packed_b);
+    void (*f64)(int64_t m, int64_t n, int64_t depth, const double *a, int64_t a_row, int64_t a_k,
+                const double *b, int64_t b_col, int64_t b_k, double *c, int64_t ldc, bool add, double *packed_a,
+                double *packed_b);
+} plain_product;
 
-static int plain_cols(cg_dtype dtype) { return 2 * VECTOR_BYTES / (int)cg_dtype_bytes(dtype); }
+#define CG_KERNEL_FILE "core/gemm_plain.h"
+#define CG_ISA_FILE "core/each_real.h"
+#include "core/each_isa.h"
 
-/* Fused by name: what the compiler contracts depends on its options, and elements must match oneDNN's. */
-#if defined(__AVX512F__)
-#define FUSED_F32(a, b, c) (vec_f32) _mm512_fmadd_ps(_mm512_set1_ps(a), (__m512)(b), (__m512)(c))
-#define FUSED_F64(a, b, c) (vec_f64) _mm512_fmadd_pd(_mm512_set1_pd(a), (__m512d)(b), (__m512d)(c))
-#elif defined(__AVX2__) && defined(__FMA__)
-#define FUSED_F32(a, b, c) (vec_f32) _mm256_fmadd_ps(_mm256_set1_ps(a), (__m256)(b), (__m256)(c))
-#define FUSED_F64(a, b, c) (vec_f64) _mm256_fmadd_pd(_mm256_set1_pd(a), (__m256d)(b), (__m256d)(c))
-#else
-#define FUSED_F32(a, b, c) ((c) + (a) * (b))
-#define FUSED_F64(a, b, c) ((c) + (a) * (b))
-#endif
+static const plain_product *plain(void) {
+    static const plain_product *const plains[CG_ISAS] = CG_EACH_ISA(&plain_kernel);
+    return plains[cg_isa_used()];
+}
 
-/* An element is the fused sum over the block in order of k, whatever panel or lane it falls in: the panels
- * differ in how many elements they carry, not in how one is computed. Panels are padded with zeros, which
- * only meet elements that are never stored. */
-#define DEFINE_PLAIN(real, suffix, fused)                                                                      \
-    typedef real vec_##suffix __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(real)), may_alias));    \
-    enum { LANES_##suffix = VECTOR_BYTES / sizeof(real), COLS_##suffix = 2 * LANES_##suffix };                 \
-                                                                                                               \
-    /* panel[k][lane] = src[lane * lane_step + k * k_step] */                                                  \
-    static void pack_##suffix(real *restrict panel, const real *restrict src, int64_t lane_step,               \
-                              int64_t k_step, int64_t used, int64_t lanes, int64_t depth) {                    \
-        if (lane_step == 1) {                                                                                  \
-            for (int64_t k = 0; k < depth; k++) {                                                              \
-                for (int64_t lane = 0; lane < used; lane++) panel[k * lanes + lane] = src[k * k_step + lane];  \
-                for (int64_t lane = used; lane < lanes; lane++) panel[k * lanes + lane] = 0;                   \
-            }                                                                                                  \
-            return;                                                                                            \
-        }                                                                                                      \
-        for (int64_t lane = 0; lane < lanes; lane++)                                                           \
-            for (int64_t k = 0; k < depth; k++)                                                                \
-                panel[k * lanes + lane] = lane < used ? src[lane * lane_step + k * k_step] : 0;                \
-    }                                                                                                          \
-                                                                                                               \
-    static inline __attribute__((always_inline)) void micro_##suffix(                                          \
-        const int rows, const int vecs, int64_t depth, const real *a, const real *b, real *c, int64_t ldc,     \
-        int64_t used_rows, int64_t used_cols, bool add) {                                                      \
-        vec_##suffix sum[PLAIN_ROWS][2] = {0};                                                                 \
-        for (int64_t k = 0; k < depth; k++) {                                                                  \
-            vec_##suffix b0 = *(const vec_##suffix *)(b + k * COLS_##suffix), b1 = {0};                        \
-            if (vecs == 2) b1 = *(const vec_##suffix *)(b + k * COLS_##suffix + LANES_##suffix);               \
-            _Pragma("GCC unroll 8") for (int i = 0; i < rows; i++) {                                           \
-                sum[i][0] = fused(a[k * PLAIN_ROWS + i], b0, sum[i][0]);                                       \
-                if (vecs == 2) sum[i][1] = fused(a[k * PLAIN_ROWS + i], b1, sum[i][1]);                        \
-            }                                                                                                  \
-        }                                                                                                      \
-        _Pragma("GCC unroll 8") for (int i = 0; i < rows; i++) {                                               \
-            if (i >= used_rows) break;                                                                         \
-            real *row = c + i * ldc;                                                                           \
-            _Pragma("GCC unroll 2") for (int v = 0; v < vecs; v++) {                                           \
-                int64_t cols = used_cols - v * LANES_##suffix;                                                 \
-                real *out = row + v * LANES_##suffix;                                                          \
-                if (cols >= LANES_##suffix) {                                                                  \
-                    vec_##suffix *whole = (vec_##suffix *)out;                                                 \
-                    if (add)                                                                                   \
-                        *whole += sum[i][v];                                                                   \
-                    else                                                                                       \
-                        *whole = sum[i][v];                                                                    \
-                    continue;                                                                                  \
-                }                                                                                              \
-                real edge[LANES_##suffix];                                                                     \
-                memcpy(edge, &sum[i][v], sizeof edge);                                                         \
-                for (int64_t j = 0; j < cols; j++) out[j] = add ? out[j] + edge[j] : edge[j];                  \
-            }                                                                                                  \
-        }                                                                                                      \
-    }                                                                                                          \
-                                                                                                               \
-    static void plain_##suffix(int64_t m, int64_t n, int64_t depth, const real *a, int64_t a_row, int64_t a_k, \
-                               const real *b, int64_t b_col, int64_t b_k, real *c, int64_t ldc, bool add,      \
-                               real *packed_a, real *packed_b) {                                               \
-        for (int64_t i = 0; i < m; i += PLAIN_ROWS)                                                            \
-            pack_##suffix(packed_a + i * depth, a + i * a_row, a_row, a_k, min64(m - i, PLAIN_ROWS),           \
-                          PLAIN_ROWS, depth);                                                                  \
-        for (int64_t j = 0; j < n; j += COLS_##suffix) {                                                       \
-            int64_t cols = min64(n - j, COLS_##suffix);                                                        \
-            pack_##suffix(packed_b, b + j * b_col, b_col, b_k, cols, COLS_##suffix, depth);                    \
-            for (int64_t i = 0; i < m; i += PLAIN_ROWS) {                                                      \
-                int64_t rows = min64(m - i, PLAIN_ROWS);                                                       \
-                const real *panel = packed_a + i * depth;                                                      \
-                real *out = c + i * ldc + j;                                                                   \
-                if (cols > LANES_##suffix) {                                                                   \
-                    if (rows > 4)                                                                              \
-                        micro_##suffix(PLAIN_ROWS, 2, depth, panel, packed_b, out, ldc, rows, cols, add);      \
-                    else if (rows > 1)                                                                         \
-                        micro_##suffix(4, 2, depth, panel, packed_b, out, ldc, rows, cols, add);               \
-                    else                                                                                       \
-                        micro_##suffix(1, 2, depth, panel, packed_b, out, ldc, rows, cols, add);               \
-                } else {                                                                                       \
-                    if (rows > 4)                                                                              \
-                        micro_##suffix(PLAIN_ROWS, 1, depth, panel, packed_b, out, ldc, rows, cols, add);      \
-                    else if (rows > 1)                                                                         \
-                        micro_##suffix(4, 1, depth, panel, packed_b, out, ldc, rows, cols, add);               \
-                    else                                                                                       \
-                        micro_##suffix(1, 1, depth, panel, packed_b, out, ldc, rows, cols, add);               \
-                }                                                                                              \
-            }                                                                                                  \
-        }                                                                                                      \
-    }
-
-DEFINE_PLAIN(float, f32, FUSED_F32)
-DEFINE_PLAIN(double, f64, FUSED_F64)
+static int64_t plain_cols(cg_dtype dtype) { return 2 * plain()->vector_bytes / (int64_t)cg_dtype_bytes(dtype); }
 
 /* ---- oneDNN kernels, kept by shape for the life of the process ---- */
 
@@ -260,7 +165,13 @@ static dnnl_status_t choose(kernel *kern, dnnl_primitive_attr_t attr) {
 static dnnl_status_t compile(kernel *kern) {
     dnnl_status_t status = dnnl_success;
     dnnl_primitive_attr_t attr = NULL;
-    if (!engine) status = dnnl_engine_create(&engine, dnnl_cpu, 0);
+    if (!engine) {
+        /* Held to the path. On the highest one DNNL_MAX_CPU_ISA may name a lower level; a oneDNN that was built without
+         * this call stays as it is. */
+        if (cg_isa_used() != CG_AVX512)
+            dnnl_set_max_cpu_isa(cg_isa_used() == CG_AVX2 ? dnnl_cpu_isa_avx2 : dnnl_cpu_isa_sse41);
+        status = dnnl_engine_create(&engine, dnnl_cpu, 0);
+    }
     if (status == dnnl_success) status = matrix_desc(&kern->a, kern->dtype, kern->m, kern->k, kern->trans_a);
     if (status == dnnl_success) status = matrix_desc(&kern->b, kern->dtype, kern->k, kern->n, kern->trans_b);
     if (status == dnnl_success) status = matrix_desc(&kern->c, CG_F32, kern->m, kern->n, false);
@@ -465,7 +376,7 @@ static bool plan_make(const cg_gemm *g, plan *p, cg_error *error) {
     /* Room for both kernels: oneDNN may lack the one for a tail. */
     const cg_dtype real = sum_dtype(g);
     const int64_t bytes = (int64_t)cg_dtype_bytes(real);
-    p->a_bytes = aligned(round_up(p->mt, PLAIN_ROWS) * p->kt * bytes);
+    p->a_bytes = aligned(round_up(p->mt, plain()->rows) * p->kt * bytes);
     p->b_bytes = aligned((p->plain ? plain_cols(real) : round_up(p->nt, plain_cols(real))) * p->kt * bytes);
     p->c_bytes = p->plain ? 0 : aligned(p->mt * p->nt * bytes);
     p->a_wide = widens ? aligned(p->mt * p->kt * bytes) : 0;
@@ -511,8 +422,8 @@ static bool tile_run(const cg_gemm *g, const plan *p, int64_t tile, const void *
         int64_t a_at = i0 * a_row + k0 * a_k, b_at = j0 * b_col + k0 * b_k;
         bool add = g->accumulate || k0 > 0;
         if (g->dtype == CG_F64) {
-            plain_f64(m, n, k, (const double *)a + a_at, a_row, a_k, (const double *)b + b_at, b_col, b_k,
-                      (double *)c + c_at, g->ldc, add, (double *)copy_a, (double *)copy_b);
+            plain()->f64(m, n, k, (const double *)a + a_at, a_row, a_k, (const double *)b + b_at, b_col, b_k,
+                         (double *)c + c_at, g->ldc, add, (double *)copy_a, (double *)copy_b);
             continue;
         }
         const size_t element = cg_dtype_bytes(g->dtype);
@@ -534,9 +445,9 @@ static bool tile_run(const cg_gemm *g, const plan *p, int64_t tile, const void *
             if (!p->plain && !(kern = kernel_get(dtype, g->trans_a, g->trans_b, m, n, k, error))) return false;
         }
         if (!kern || !kern->primitive) {
-            plain_f32(m, n, k, a_block, g->trans_a ? 1 : lda, g->trans_a ? lda : 1, b_block,
-                      g->trans_b ? ldb : 1, g->trans_b ? 1 : ldb, c_tile, ldc, add, (float *)copy_a,
-                      (float *)copy_b);
+            plain()->f32(m, n, k, a_block, g->trans_a ? 1 : lda, g->trans_a ? lda : 1, b_block,
+                         g->trans_b ? ldb : 1, g->trans_b ? 1 : ldb, c_tile, ldc, add, (float *)copy_a,
+                         (float *)copy_b);
             continue;
         }
         a_block = dense(dtype, a_block, a_rows, a_width, lda, copy_a);

@@ -338,6 +338,11 @@ const cg_op *cg_op_find(const cg_op_set *ops, const char *name) {
     return NULL;
 }
 
+cg_kernel cg_op_kernel(const cg_op *op, cg_dtype dtype) {
+    const cg_kernel kernel = op->run[dtype][cg_isa_used()];
+    return kernel ? kernel : op->run[dtype][CG_PORTABLE];
+}
+
 cg_dtype cg_node_dtype(const cg_node *node) {
     cg_dtype first = CG_I32;
     for (int i = 0; i < node->n_in + node->n_out; i++) {

@@ -11,6 +11,7 @@
 #ifndef CG_GRAPH_OP_H
 #define CG_GRAPH_OP_H
 
+#include "core/isa.h"
 #include "graph/graph.h"
 
 enum { CG_MAX_IN = 14, CG_MAX_OUT = 6 };
@@ -137,7 +138,9 @@ struct cg_op {
 
     cg_cost (*cost)(const cg_node *node);
     size_t (*workspace)(const cg_node *node); /* exact scratch bytes, library scratch included; NULL: none */
-    cg_kernel run[CG_DTYPES]; /* by cg_node_dtype. None for bf16: the one for f32 is run (graph/widen.h) */
+    /* By cg_node_dtype, and compiled for each path (ops/kernel.h) or only for the portable one: [CG_F32] = {kernel}. None
+     * for bf16: the one for f32 is run (graph/widen.h). */
+    cg_kernel run[CG_DTYPES][CG_ISAS];
 
     const cg_case *cases; /* an op without cases is refused by the test run */
     int n_cases;
@@ -167,6 +170,9 @@ cg_dtype cg_gradient_dtype(const cg_graph *graph, const cg_value *value);
 
 /* An op by name; NULL when there is none. */
 const cg_op *cg_op_find(const cg_op_set *ops, const char *name);
+
+/* An op's kernel for a dtype on the path in use; NULL when there is none. */
+cg_kernel cg_op_kernel(const cg_op *op, cg_dtype dtype);
 
 /* The dtype whose kernel a node runs: bf16 when any input or output is, else that of the first real one, CG_I32 when
  * there is none. */

@@ -35,14 +35,14 @@ typedef struct widened {
 } widened;
 
 static bool is_widened(const cg_node *node) {
-    return cg_node_dtype(node) == CG_BF16 && !node->op->run[CG_BF16];
+    return cg_node_dtype(node) == CG_BF16 && !cg_op_kernel(node->op, CG_BF16);
 }
 
 bool cg_node_has_kernel(const cg_node *node) {
     const cg_op *op = node->op;
     if (op->alias) return true;
-    return is_widened(node) ? op->run[CG_F32] && !op->variadic && !op->mutates
-                            : op->run[cg_node_dtype(node)] != NULL;
+    return is_widened(node) ? cg_op_kernel(op, CG_F32) && !op->variadic && !op->mutates
+                            : cg_op_kernel(op, cg_node_dtype(node)) != NULL;
 }
 
 static size_t aligned(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
@@ -193,7 +193,7 @@ static bool run_block(const widened *w, const cg_run_args *args, int64_t first, 
         }
         if (p->summed && first > 0) tensors[i].data = (char *)args->workspace + p->partial;
     }
-    if (!w->twin.op->run[CG_F32](&block)) return false;
+    if (!cg_op_kernel(w->twin.op, CG_F32)(&block)) return false;
     for (int i = n_in; i < n; i++) {
         const passage *p = &w->passages[i];
         const cg_tensor *tensor = &args->out[i - n_in];
@@ -208,7 +208,7 @@ static bool run_block(const widened *w, const cg_run_args *args, int64_t first, 
 }
 
 bool cg_node_run(const cg_node *node, const cg_run_args *args) {
-    if (!is_widened(node)) return node->op->run[cg_node_dtype(node)](args);
+    if (!is_widened(node)) return cg_op_kernel(node->op, cg_node_dtype(node))(args);
     widened w;
     widened_of(node, &w);
     if (!w.block) return run_block(&w, args, 0, 0); /* the whole, or no row at all */

@@ -86,7 +86,7 @@ const cg_op cg_op_cast = {
     .grad = cast_build_grad,
     .replay = CG_REPLAY_SAME_BITS,
     .cost = cast_cost,
-    .run = {[CG_F32] = cast_copy, [CG_F64] = cast_copy, [CG_BF16] = cast_bf16},
+    .run = {[CG_F32] = {cast_copy}, [CG_F64] = {cast_copy}, [CG_BF16] = {cast_bf16}},
     CG_CASES(cast_cases),
 };
 

@@ -12,19 +12,13 @@
  */
 #ifndef OPS_CSA_PANEL_H
 #define OPS_CSA_PANEL_H
-#if defined(__AVX512F__)
-enum { PANEL_WIDE = 64, PANEL_VECS = 4, PANEL_ROWS = 6 }; /* 24 of 32 registers hold sums */
-#elif defined(__AVX__)
-enum { PANEL_WIDE = 32, PANEL_VECS = 2, PANEL_ROWS = 4 };
-#else
-enum { PANEL_WIDE = 16, PANEL_VECS = 2, PANEL_ROWS = 4 };
-#endif
 enum { PANEL_DEPTH = 128 }; /* this many rows of b, four vectors wide, fill the first-level cache */
 
-/* Bytes of the vectors that hold the heads of one key: the smallest that takes all of them, else the widest. */
+/* Bytes of the vectors that hold the heads of one key: the smallest that takes all of them, else the widest of any
+ * processor. A path with narrower ones takes several for it, so that the workspace is the same on all paths. */
 static inline int panel_bytes(int64_t heads, size_t real_bytes) {
     int64_t bytes = heads * (int64_t)real_bytes;
-    return bytes <= 16 ? 16 : bytes <= 32 || PANEL_WIDE < 64 ? (PANEL_WIDE < 32 ? 16 : 32) : 64;
+    return bytes <= 16 ? 16 : bytes <= 32 ? 32 : 64;
 }
 
 static inline int64_t panel_heads(int64_t heads, size_t real_bytes) {
@@ -44,6 +38,23 @@ static inline void *panel_carve(panel_carver *from, int64_t count, size_t elemen
     from->used += ((size_t)count * element + 63) & ~(size_t)63;
     return piece;
 }
+#endif
+
+#undef PANEL_WIDE
+#undef PANEL_VECS
+#undef PANEL_ROWS
+#if defined(__AVX512F__)
+#define PANEL_WIDE 64
+#define PANEL_VECS 4
+#define PANEL_ROWS 6 /* 24 of 32 registers hold sums */
+#elif defined(__AVX__)
+#define PANEL_WIDE 32
+#define PANEL_VECS 2
+#define PANEL_ROWS 4
+#else
+#define PANEL_WIDE 16
+#define PANEL_VECS 2
+#define PANEL_ROWS 4
 #endif
 
 typedef struct KERNEL(panel_product) {
@@ -277,18 +288,15 @@ static KERNEL(panel_columns) KERNEL(panel_columns_of)(int64_t heads) {
             KERNEL(panel_scale##bytes), KERNEL(panel_sum##bytes), KERNEL(panel_dot##bytes),                    \
             KERNEL(panel_pair##bytes)                                                                          \
     }
-    switch (panel_bytes(heads, sizeof(REAL))) {
+    const int bytes = panel_bytes(heads, sizeof(REAL));
 #if defined(__AVX512F__)
-    case 64:
-        return COLUMNS(64);
+    if (bytes >= 64) return COLUMNS(64);
 #endif
 #if defined(__AVX__)
-    case 32:
-        return COLUMNS(32);
+    if (bytes >= 32) return COLUMNS(32);
 #endif
-    default:
-        return COLUMNS(16);
-    }
+    (void)bytes;
+    return COLUMNS(16);
 #undef COLUMNS
 }
 

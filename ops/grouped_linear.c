@@ -146,7 +146,7 @@ const cg_op cg_op_grouped_linear = {
     .replay = CG_REPLAY_SAME_BITS,
     .cost = grouped_linear_cost,
     .workspace = grouped_linear_workspace,
-    .run = {[CG_F32] = grouped_linear_run, [CG_F64] = grouped_linear_run, [CG_BF16] = grouped_linear_run},
+    .run = {[CG_F32] = {grouped_linear_run}, [CG_F64] = {grouped_linear_run}, [CG_BF16] = {grouped_linear_run}},
     CG_CASES(grouped_linear_cases),
 };
 
@@ -245,7 +245,7 @@ const cg_op cg_op_grouped_outer = {
     .replay = CG_REPLAY_SAME_BITS,
     .cost = grouped_outer_cost,
     .workspace = grouped_outer_workspace,
-    .run = {[CG_F32] = grouped_outer_run, [CG_F64] = grouped_outer_run, [CG_BF16] = grouped_outer_run},
+    .run = {[CG_F32] = {grouped_outer_run}, [CG_F64] = {grouped_outer_run}, [CG_BF16] = {grouped_outer_run}},
     CG_CASES(grouped_outer_cases),
 };
 

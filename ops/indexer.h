@@ -7,10 +7,6 @@
 #include "core/threads.h"
 #include "ops/ops.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 /* Gradients of the keys are sums over rows: so many partial sums over fixed shares of the rows, then added
  * in order, whatever the number of threads. */
 enum { CG_KEY_PARTS = 16 };
@@ -27,25 +23,6 @@ enum { CG_KEY_TILE = 64 };
 static inline int64_t cg_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline size_t cg_align_bytes(size_t bytes) { return (bytes + 63) & ~(size_t)63; }
 
-/* a * b + c, fused by name where the processor can: what a compiler contracts depends on its options, and
- * scores must have the same bits in every op that makes them, cg_gemm included. CG_FUSED_..: a scalar and two
- * vectors of CG_LANES; CG_FMA_..: scalars. */
-#if defined(__AVX2__) && defined(__FMA__)
-#define CG_FMA_f32(a, b, c) __builtin_fmaf(a, b, c)
-#define CG_FMA_f64(a, b, c) __builtin_fma(a, b, c)
-#define CG_FUSED_f32(a, b, c) ((lanes_f32)_mm256_fmadd_ps(_mm256_set1_ps(a), (__m256)(b), (__m256)(c)))
-#if defined(__AVX512F__)
-#define CG_FUSED_f64(a, b, c) ((lanes_f64)_mm512_fmadd_pd(_mm512_set1_pd(a), (__m512d)(b), (__m512d)(c)))
-#else
-#define CG_FUSED_f64(a, b, c) halves_f64(a, b, c)
-#endif
-#else
-#define CG_FMA_f32(a, b, c) ((a) * (b) + (c))
-#define CG_FMA_f64(a, b, c) ((a) * (b) + (c))
-#define CG_FUSED_f32(a, b, c) ((a) * (b) + (c))
-#define CG_FUSED_f64(a, b, c) ((a) * (b) + (c))
-#endif
-
 /* Take the next aligned piece of a workspace; sizes are counted with cg_align_bytes. */
 static inline void *cg_take(char **at, size_t bytes) {
     void *piece = *at;
@@ -53,9 +30,7 @@ static inline void *cg_take(char **at, size_t bytes) {
     return piece;
 }
 
-/* ops/select.h: integers of the order of scores, and its scratch for the k best of n. */
-typedef int32_t cg_order_f32;
-typedef int64_t cg_order_f64;
+/* Scratch of ops/select.h for the k best of n. */
 static inline size_t cg_select_bytes(int64_t n, int64_t k, size_t real) {
     return cg_align_bytes((size_t)n * real) + cg_align_bytes((size_t)k * real) +
            cg_align_bytes((size_t)(k + 1) * sizeof(int32_t));

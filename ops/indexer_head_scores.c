@@ -136,7 +136,7 @@ const cg_op cg_op_indexer_head_scores = {
     .replay = CG_REPLAY_SAME_BITS,
     .cost = indexer_head_scores_cost,
     .workspace = indexer_head_scores_workspace,
-    .run = {[CG_F32] = head_scores_run, [CG_F64] = head_scores_run, [CG_BF16] = head_scores_run},
+    .run = {[CG_F32] = {head_scores_run}, [CG_F64] = {head_scores_run}, [CG_BF16] = {head_scores_run}},
     CG_CASES(indexer_head_scores_cases),
 };
 
@@ -150,7 +150,9 @@ const cg_op cg_op_indexer_head_scores_grad = {
     .replay = CG_REPLAY_SAME_BITS,
     .cost = indexer_head_scores_grad_cost,
     .workspace = indexer_head_scores_grad_workspace,
-    .run = {[CG_F32] = head_scores_grad_run, [CG_F64] = head_scores_grad_run, [CG_BF16] = head_scores_grad_run},
+    .run = {[CG_F32] = {head_scores_grad_run},
+            [CG_F64] = {head_scores_grad_run},
+            [CG_BF16] = {head_scores_grad_run}},
     CG_CASES(indexer_head_scores_grad_cases),
 };
 

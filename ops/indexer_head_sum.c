@@ -120,6 +120,8 @@ cg_value *cg_indexer_head_sum(cg_graph *graph, cg_value *x, cg_value *w) {
 
 #else
 
+#include "ops/fused.h"
+
 static bool KERNEL(indexer_head_sum)(const cg_run_args *args) {
     const REAL *x = args->in[0].data, *w = args->in[1].data;
     REAL *y = args->out[0].data;
@@ -129,7 +131,7 @@ static bool KERNEL(indexer_head_sum)(const cg_run_args *args) {
         for (int64_t c = 0; c < C; c++) y[t * C + c] = 0;
         for (int64_t h = 0; h < Hi; h++) {
             const REAL weight = w[t * Hi + h], *row = x + (t * Hi + h) * C;
-            for (int64_t c = 0; c < C; c++) y[t * C + c] = KERNEL(CG_FMA)(weight, row[c], y[t * C + c]);
+            for (int64_t c = 0; c < C; c++) y[t * C + c] = KERNEL(fused)(weight, row[c], y[t * C + c]);
         }
     }
     return true;

@@ -11,13 +11,21 @@
 #define LANES KERNEL(lanes)
 typedef REAL LANES __attribute__((vector_size(CG_LANES * sizeof(REAL)), aligned(sizeof(REAL)), may_alias));
 
-#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
-/* The only use of 64-byte vectors without AVX-512: CG_FUSED_f64. */
-static inline __attribute__((always_inline, unused)) LANES KERNEL(halves)(REAL a, LANES b, LANES c) {
-    for (int i = 0; i < CG_LANES; i++) c[i] = KERNEL(CG_FMA)(a, b[i], c[i]);
+#include "ops/fused.h"
+
+/* The same for a scalar and two vectors. */
+static inline __attribute__((always_inline)) LANES KERNEL(fused_lanes)(REAL a, LANES b, LANES c) {
+#if !defined(__FMA__)
+    return a * b + c;
+#elif REAL_BITS == 32
+    return (LANES)_mm256_fmadd_ps(_mm256_set1_ps(a), (__m256)b, (__m256)c);
+#elif defined(__AVX512F__)
+    return (LANES)_mm512_fmadd_pd(_mm512_set1_pd(a), (__m512d)b, (__m512d)c);
+#else
+    for (int i = 0; i < CG_LANES; i++) c[i] = KERNEL(fused)(a, b[i], c[i]);
     return c;
-}
 #endif
+}
 
 /* a[i][j] becomes a[j][i]: swap blocks of 1, then of 2, then of 4 across the diagonal. */
 static inline __attribute__((always_inline)) void KERNEL(transpose)(LANES a[CG_LANES]) {
@@ -107,7 +115,7 @@ static inline __attribute__((always_inline)) void KERNEL(dots_of)(const LANES *l
     for (int64_t d = 0; d < Di; d++) _Pragma("GCC unroll 16") for (int i = 0; i < n_keys; i++) {
             const REAL x = key[i][d];
             _Pragma("GCC unroll 2") for (int g = 0; g < groups; g++) sum[g * n_keys + i] =
-                KERNEL(CG_FUSED)(x, lanes[g * Di + d], sum[g * n_keys + i]);
+                KERNEL(fused_lanes)(x, lanes[g * Di + d], sum[g * n_keys + i]);
         }
     _Pragma("GCC unroll 16") for (int i = 0; i < groups * n_keys; i++) dots[i] = sum[i];
 }
@@ -150,10 +158,10 @@ static __attribute__((noinline)) void KERNEL(key_scores)(const LANES *lanes, con
                 KERNEL(transpose)(tile);
                 if (Hi - h0 >= CG_LANES) {
                     _Pragma("GCC unroll 8") for (int h = 0; h < CG_LANES; h++) sum =
-                        KERNEL(CG_FUSED)(w[h0 + h], KERNEL(relu_lanes)(tile[h]), sum);
+                        KERNEL(fused_lanes)(w[h0 + h], KERNEL(relu_lanes)(tile[h]), sum);
                 } else {
                     for (int64_t h = 0; h < Hi - h0; h++)
-                        sum = KERNEL(CG_FUSED)(w[h0 + h], KERNEL(relu_lanes)(tile[h]), sum);
+                        sum = KERNEL(fused_lanes)(w[h0 + h], KERNEL(relu_lanes)(tile[h]), sum);
                 }
                 score[half] = sum;
             }
@@ -219,7 +227,7 @@ KERNEL(add_keys)(const REAL *k, int64_t Di, const int32_t *index, int64_t m, con
         _Pragma("GCC unroll 16") for (int i = 0; i < n; i++) {
             const REAL x = key[i];
             _Pragma("GCC unroll 2") for (int g = 0; g < groups; g++) sum[g * n + i] =
-                KERNEL(CG_FUSED)(x, dot[g], sum[g * n + i]);
+                KERNEL(fused_lanes)(x, dot[g], sum[g * n + i]);
         }
     }
     _Pragma("GCC unroll 16") for (int i = 0; i < groups * n; i++) out[i / n * Di + d + i % n] = sum[i];
@@ -261,14 +269,14 @@ KERNEL(add_heads)(const REAL *q, int64_t Hi, int64_t Di, const int n, const REAL
             const LANES *head = (const LANES *)(q + h * Di + d);
             _Pragma("GCC unroll 4") for (int i = 0; i < n; i++)
                 _Pragma("GCC unroll 4") for (int v = 0; v < VECTORS; v++) sum[i][v] =
-                    KERNEL(CG_FUSED)(dot[i][h], head[v], sum[i][v]);
+                    KERNEL(fused_lanes)(dot[i][h], head[v], sum[i][v]);
         }
         _Pragma("GCC unroll 4") for (int i = 0; i < n; i++)
             _Pragma("GCC unroll 4") for (int v = 0; v < VECTORS; v++)((LANES *)(dk[i] + d))[v] = sum[i][v];
     }
     for (int i = 0; i < n; i++)
         for (int64_t c = d; c < Di; c++)
-            for (int64_t h = 0; h < Hi; h++) dk[i][c] = KERNEL(CG_FMA)(dot[i][h], q[h * Di + c], dk[i][c]);
+            for (int64_t h = 0; h < Hi; h++) dk[i][c] = KERNEL(fused)(dot[i][h], q[h * Di + c], dk[i][c]);
 }
 
 static __attribute__((noinline)) void KERNEL(add_heads_to_one)(const REAL *q, int64_t Hi, int64_t Di,

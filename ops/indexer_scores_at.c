@@ -348,7 +348,7 @@ static bool KERNEL(indexer_scores_at)(const cg_run_args *args) {
     return true;
 }
 
-typedef KERNEL(cg_order) KERNEL(bits) __attribute__((vector_size(CG_LANES * sizeof(REAL))));
+typedef REAL_INTEGER KERNEL(bits) __attribute__((vector_size(CG_LANES * sizeof(REAL))));
 
 /* The heads of a key whose dots are not 0, a bit each. */
 static inline void KERNEL(note_active)(const LANES *dots, int64_t groups, uint8_t *active) {

@@ -208,11 +208,11 @@ static inline __attribute__((always_inline)) void KERNEL(add_packed)(const REAL 
     for (int64_t d = 0; d < Di; d++) _Pragma("GCC unroll 8") for (int h = 0; h < n; h++) {
             const REAL x = q[h * Di + d];
             _Pragma("GCC unroll 2") for (int v = 0; v < VECTORS; v++) sum[h][v] =
-                KERNEL(CG_FUSED)(x, keys[d * VECTORS + v], sum[h][v]);
+                KERNEL(fused_lanes)(x, keys[d * VECTORS + v], sum[h][v]);
         }
     _Pragma("GCC unroll 8") for (int h = 0; h < n; h++)
         _Pragma("GCC unroll 2") for (int v = 0; v < VECTORS; v++) score[v] =
-            KERNEL(CG_FUSED)(w[h], KERNEL(relu_lanes)(sum[h][v]), score[v]);
+            KERNEL(fused_lanes)(w[h], KERNEL(relu_lanes)(sum[h][v]), score[v]);
 }
 
 /* Index scores of a row with a tile of packed keys, CG_KEYS of them. The bits of key_scores. */

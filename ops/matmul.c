@@ -166,7 +166,7 @@ const cg_op cg_op_matmul = {
     .replay = CG_REPLAY_SAME_BITS,
     .cost = matmul_cost,
     .workspace = matmul_workspace,
-    .run = {[CG_F32] = matmul, [CG_F64] = matmul, [CG_BF16] = matmul},
+    .run = {[CG_F32] = {matmul}, [CG_F64] = {matmul}, [CG_BF16] = {matmul}},
     CG_CASES(matmul_cases),
 };
 

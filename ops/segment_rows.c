@@ -156,7 +156,7 @@ const cg_op cg_op_segment_rows = {
     .no_grad = "cannot: indices",
     .replay = CG_REPLAY_SAME_BITS,
     .cost = segment_rows_cost,
-    .run = {[CG_I32] = segment_rows_run},
+    .run = {[CG_I32] = {segment_rows_run}},
     CG_CASES(segment_rows_cases),
 };
 

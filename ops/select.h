@@ -6,7 +6,7 @@
 
 #undef ORDER
 #undef SELECT
-#define ORDER KERNEL(cg_order)
+#define ORDER REAL_INTEGER
 #define SELECT KERNEL(select_scratch)
 
 /* Scratch of cg_select_bytes. */

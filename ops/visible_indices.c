@@ -75,7 +75,7 @@ const cg_op cg_op_visible_indices = {
     .no_grad = "cannot: indices",
     .replay = CG_REPLAY_SAME_BITS,
     .cost = visible_indices_cost,
-    .run = {[CG_I32] = visible_indices_run},
+    .run = {[CG_I32] = {visible_indices_run}},
     CG_CASES(visible_indices_cases),
 };
 

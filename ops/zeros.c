@@ -34,7 +34,7 @@ const cg_op cg_op_zeros = {
     .no_grad = "cannot: it has no input",
     .replay = CG_REPLAY_SAME_BITS,
     .cost = zeros_cost,
-    .run = {[CG_F32] = zeros_run, [CG_F64] = zeros_run, [CG_I32] = zeros_run, [CG_BF16] = zeros_run},
+    .run = {[CG_F32] = {zeros_run}, [CG_F64] = {zeros_run}, [CG_I32] = {zeros_run}, [CG_BF16] = {zeros_run}},
     CG_CASES(zeros_cases),
 };
 

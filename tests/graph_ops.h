@@ -47,7 +47,7 @@ static const cg_op t_mul = {.name = "mul",
                             .differentiable = 3,
                             .grad = t_mul_grad,
                             .overwrites = 3,
-                            .run = {[CG_F64] = t_mul_run}};
+                            .run = {[CG_F64] = {t_mul_run}}};
 
 /* y = max(x, 0); its gradient reads y */
 static bool t_relu_run(const cg_run_args *args) {
@@ -71,7 +71,7 @@ static const cg_op t_relu_grad = {.name = "relu_grad",
                                   .infer = t_like_first,
                                   .no_grad = "not yet",
                                   .overwrites = 3,
-                                  .run = {[CG_F64] = t_relu_grad_run}};
+                                  .run = {[CG_F64] = {t_relu_grad_run}}};
 static const cg_op t_relu = {.name = "relu",
                              .in = {"x"},
                              .out = {"y"},
@@ -79,7 +79,7 @@ static const cg_op t_relu = {.name = "relu",
                              .differentiable = 1,
                              .grad = t_relu_build,
                              .overwrites = 1,
-                             .run = {[CG_F64] = t_relu_run}};
+                             .run = {[CG_F64] = {t_relu_run}}};
 
 /* y = sum of x -> [1], and y = x[0] everywhere */
 typedef struct t_range {
@@ -114,14 +114,14 @@ static const cg_op t_fill = {.name = "fill",
                              .attr_bytes = sizeof(cg_shape),
                              .infer = t_fill_infer,
                              .no_grad = "not yet",
-                             .run = {[CG_F64] = t_fill_run}};
+                             .run = {[CG_F64] = {t_fill_run}}};
 static const cg_op t_sum = {.name = "sum",
                             .in = {"x"},
                             .out = {"y"},
                             .infer = t_sum_infer,
                             .differentiable = 1,
                             .grad = t_sum_grad,
-                            .run = {[CG_F64] = t_sum_run}};
+                            .run = {[CG_F64] = {t_sum_run}}};
 
 /* y = a then b, by way of a workspace of all elements; its gradients are parts of dy */
 static bool t_join_infer(cg_infer *infer) {
@@ -189,7 +189,7 @@ static const cg_op t_pad = {.name = "pad",
                             .infer = t_pad_infer,
                             .differentiable = 1,
                             .grad = t_pad_grad,
-                            .run = {[CG_F64] = t_pad_run}};
+                            .run = {[CG_F64] = {t_pad_run}}};
 static const cg_op t_part = {.name = "part",
                              .in = {"x"},
                              .out = {"y"},
@@ -197,7 +197,7 @@ static const cg_op t_part = {.name = "part",
                              .infer = t_part_infer,
                              .differentiable = 1,
                              .grad = t_part_grad,
-                             .run = {[CG_F64] = t_part_run}};
+                             .run = {[CG_F64] = {t_part_run}}};
 static const cg_op t_join = {.name = "join",
                              .in = {"a", "b"},
                              .out = {"y"},
@@ -205,7 +205,7 @@ static const cg_op t_join = {.name = "join",
                              .differentiable = 3,
                              .grad = t_join_grad,
                              .workspace = t_join_workspace,
-                             .run = {[CG_F64] = t_join_run}};
+                             .run = {[CG_F64] = {t_join_run}}};
 
 /* y = 2 x and z = x * x; either gradient may be missing */
 static bool t_twin_run(const cg_run_args *args) {
@@ -230,7 +230,7 @@ static const cg_op t_twin = {.name = "twin",
                              .differentiable = 1,
                              .grad = t_twin_grad,
                              .overwrites = 1,
-                             .run = {[CG_F64] = t_twin_run}};
+                             .run = {[CG_F64] = {t_twin_run}}};
 
 /* index = the places of the larger half of x, falling; y = x at index */
 static bool t_choose_infer(cg_infer *infer) {
@@ -286,21 +286,21 @@ static const cg_op t_choose = {.name = "choose",
                                .infer = t_choose_infer,
                                .no_grad = "cannot: indices",
                                .replay = CG_REPLAY_CHOICE,
-                               .run = {[CG_F64] = t_choose_run}};
+                               .run = {[CG_F64] = {t_choose_run}}};
 static const cg_op t_unpick = {.name = "unpick",
                                .in = {"dy", "index"},
                                .out = {"dx"},
                                .attr_bytes = sizeof(cg_shape),
                                .infer = t_fill_infer,
                                .no_grad = "not yet",
-                               .run = {[CG_F64] = t_unpick_run}};
+                               .run = {[CG_F64] = {t_unpick_run}}};
 static const cg_op t_pick = {.name = "pick",
                              .in = {"x", "index"},
                              .out = {"y"},
                              .infer = t_pick_infer,
                              .differentiable = 1,
                              .grad = t_pick_grad,
-                             .run = {[CG_F64] = t_pick_run}};
+                             .run = {[CG_F64] = {t_pick_run}}};
 
 /* leaf += x, in place */
 static bool t_bump_infer(cg_infer *infer) { return cg_expect_same(infer, 1, 0); }
@@ -314,7 +314,7 @@ static const cg_op t_bump = {.name = "bump",
                              .infer = t_bump_infer,
                              .no_grad = "cannot: changes",
                              .mutates = 1,
-                             .run = {[CG_F64] = t_bump_run}};
+                             .run = {[CG_F64] = {t_bump_run}}};
 
 static const cg_op *const t_list[] = {&cg_op_add, &cg_op_scale, &cg_op_reshape, &cg_op_detach, &cg_op_zeros,
                                       &t_mul,     &t_relu,      &t_relu_grad,   &t_sum,        &t_fill,

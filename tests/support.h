@@ -19,6 +19,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/isa.h"
 #include "core/safetensors.h"
 #include "core/threads.h"
 #include "graph/cases.h"
@@ -220,6 +221,14 @@ static inline int32_t *golden_get_i32(const cg_safetensors *file, const char *na
     ck_assert_int_eq(tensor->dtype, CG_I32);
     size_t bytes = (size_t)cg_tensor_bytes(CG_I32, &tensor->shape);
     return memcpy(malloc(bytes + 1), tensor->data, bytes);
+}
+
+/* A suite that is to run on a path (CSAGRAD_ISA) runs on no other: ctest skips it when it reads this sentence. */
+static void __attribute__((constructor)) suite_on_its_path(void) {
+    cg_error error = {0};
+    if (cg_isa_obeyed(&error)) return;
+    puts(error.text);
+    exit(error.code);
 }
 
 /* main() of a suite of one list of tests: SUITE("name", test_a, test_b) */

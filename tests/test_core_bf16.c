@@ -1,7 +1,5 @@
 /* bf16: every value there and back, rounding between all neighbours, arrays as their elements. */
-#include <check.h>
-#include <math.h>
-#include <stdlib.h>
+#include "tests/support.h"
 
 #include "core/bf16.h"
 #include "core/tensor.h"

@@ -1,9 +1,4 @@
-#include <check.h>
-#include <math.h>
-#include <stdbool.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "tests/support.h"
 
 #include "core/vec.h"
 

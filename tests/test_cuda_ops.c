@@ -250,7 +250,7 @@ START_TEST(tables_are_complete) {
         if (!plain->name || strcmp(plain->name, "plain") || plain->fits || plain->least_sm)
             ck_abort_msg("%s: the first variant must be \"plain\" and run anywhere", op->name);
         for (cg_dtype d = CG_F32; d <= CG_I32; d++)
-            if (!op->run[d] != !plain->launch[d])
+            if (!cg_op_kernel(op, d) != !plain->launch[d])
                 ck_abort_msg("%s: the CPU and plain differ in what they do for %s", op->name, cg_dtype_name(d));
         bool errs = false;
         for (int c = 0; c < op->n_cases; c++) errs |= op->cases[c].run_error != NULL;

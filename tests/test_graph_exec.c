@@ -187,7 +187,7 @@ START_TEST(failures_name_the_place) {
         bool aloud = k & 1, scoped = k & 2, separate = k & 4;
         cg_op bad = t_relu;
         bad.name = "bad";
-        bad.run[CG_F64] = aloud ? fails_aloud : fails_silently;
+        bad.run[CG_F64][CG_PORTABLE] = aloud ? fails_aloud : fails_silently;
         cg_graph *graph = cg_graph_new(&t_ops);
         cg_value *x = t_leaf(graph, CG_LEAF_INPUT, "x", 4);
         if (scoped) cg_scope_push(graph, "layer1");

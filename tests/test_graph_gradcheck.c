@@ -88,7 +88,7 @@ static const cg_op mix_grad = {.name = "mix_grad",
                                .attr_bytes = sizeof(flaw),
                                .infer = mix_grad_infer,
                                .no_grad = "not yet",
-                               .run = {[CG_F64] = mix_grad_run}};
+                               .run = {[CG_F64] = {mix_grad_run}}};
 static const cg_op mix = {.name = "mix",
                           .in = {"x", "w"},
                           .out = {"y"},
@@ -96,7 +96,7 @@ static const cg_op mix = {.name = "mix",
                           .infer = mix_infer,
                           .differentiable = 3,
                           .grad = mix_build,
-                          .run = {[CG_F64] = mix_run}};
+                          .run = {[CG_F64] = {mix_run}}};
 
 typedef struct verdict {
     cg_gradcheck_report report;
@@ -198,7 +198,7 @@ START_TEST(kinks_excuse_nothing_else) {
     cg_op relu = t_relu;
     relu.grad = wrong_relu_build;
     wrong_relu_grad = t_relu_grad;
-    wrong_relu_grad.run[CG_F64] = wrong_relu_grad_run;
+    wrong_relu_grad.run[CG_F64][CG_PORTABLE] = wrong_relu_grad_run;
     const cg_case at_kink = {.name = "kink", .in = {{.shape = CG_DIMS(3), .real = (double[]){1, 0, 2}}}};
     const struct {
         double slope;
@@ -232,7 +232,7 @@ static bool failing_run(const cg_run_args *args) { return cg_fail(args->error, C
 START_TEST(nothing_compared_is_no_pass) {
     const cg_case one = {.name = "one", .in = {{.shape = CG_DIMS(3)}}};
     cg_op op = t_relu;
-    op.run[CG_F64] = constant_run; /* a gradient that is zero everywhere, and rightly so */
+    op.run[CG_F64][CG_PORTABLE] = constant_run; /* a gradient that is zero everywhere, and rightly so */
     op.grad = zero_build;
     verdict v = check_one(op, &one, 1);
     ck_assert(!v.report.ok);
@@ -261,7 +261,7 @@ START_TEST(nothing_compared_is_no_pass) {
     t_expect_text(v.report.worst, "no case has a gradient to w that is not zero");
 
     op = t_relu; /* NaN agrees with nothing */
-    op.run[CG_F64] = nan_run;
+    op.run[CG_F64][CG_PORTABLE] = nan_run;
     op.grad = zero_build;
     ck_assert(!check_one(op, &one, 1).report.ok);
 
@@ -275,7 +275,7 @@ END_TEST
 START_TEST(failures_of_the_run_are_errors) {
     const cg_case one = {.name = "one", .in = {{.shape = CG_DIMS(3)}}};
     cg_op op = t_relu;
-    op.run[CG_F64] = failing_run;
+    op.run[CG_F64][CG_PORTABLE] = failing_run;
     op.cases = &one;
     op.n_cases = 1;
     cg_gradcheck_report report;

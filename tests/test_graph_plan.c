@@ -371,7 +371,7 @@ static void reference_step(reference *r, int t) {
     cg_error error = {0};
     void *scratch = malloc((node->op->workspace ? node->op->workspace(node) : 0) + 1);
     cg_run_args args = {node->n_in, node->n_out, in, out, node->attr, scratch, &error};
-    if (!node->op->run[CG_F64](&args)) ck_abort_msg("%s: %s", node->op->name, error.text);
+    if (!cg_op_kernel(node->op, CG_F64)(&args)) ck_abort_msg("%s: %s", node->op->name, error.text);
     free(scratch);
 }
 

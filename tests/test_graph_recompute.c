@@ -388,7 +388,7 @@ static bool impure_run(const cg_run_args *args) {
 
 START_TEST(a_clone_that_differs_is_caught) {
     cg_op impure = t_relu;
-    impure.run[CG_F64] = impure_run;
+    impure.run[CG_F64][CG_PORTABLE] = impure_run;
     const cg_op *list[] = {&impure, &t_mul, &t_sum, &t_fill, &t_relu_grad};
     cg_op_set ops = {list, 5, &cg_op_add, &cg_op_zeros};
     net m = {.graph = cg_graph_new(&ops), .n = 1};

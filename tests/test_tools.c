@@ -1,6 +1,8 @@
 /* The program from outside: help, good runs, bad options, exit codes, one sentence per failure, JSON. */
 #include "tests/program.h"
 
+#include "core/isa.h"
+
 START_TEST(help_and_version) {
     static const char *const commands[] = {"train", "mem", "gradcheck", "ops", "config"};
     char *text = good("--help");
@@ -22,6 +24,34 @@ START_TEST(help_and_version) {
     free(text);
     text = good("--version");
     holds(text, "csagrad ");
+    free(text);
+}
+END_TEST
+
+/* csagrad info says so. */
+START_TEST(runs_on_the_path_that_is_asked_for) {
+    int n = 0;
+    for (int isa = 0; isa < CG_ISAS; isa++) {
+        setenv("CSAGRAD_ISA", cg_isa_name((cg_isa)isa), 1);
+        if (!cg_isa_exists((cg_isa)isa)) {
+            bad("ops", 2, "which this processor or build lacks");
+            continue;
+        }
+        json_t *root = good_json("info --json");
+        ck_assert_str_eq(json_string_value(json_object_get(root, "isa")), cg_isa_name((cg_isa)isa));
+        const json_t *list = json_object_get(root, "isas");
+        const size_t place = json_array_size(list) - 1 - (size_t)n++; /* the widest first */
+        ck_assert_str_eq(json_string_value(json_array_get(list, place)), cg_isa_name((cg_isa)isa));
+        json_decref(root);
+    }
+    setenv("CSAGRAD_ISA", "avx513", 1);
+    bad("ops", 2, "CSAGRAD_ISA is \"avx513\", expected avx512, avx2 or portable, did you mean avx512?");
+    setenv("CSAGRAD_ISA", "\n", 1);
+    bad("--help", 2, "CSAGRAD_ISA is \"\\x0a\"");
+    setenv("CSAGRAD_ISA", "", 1); /* as if unset */
+    char *text = good("info");
+    holds(text, "kernels: ");
+    holds(text, "portable; CSAGRAD_ISA chooses");
     free(text);
 }
 END_TEST
@@ -205,6 +235,7 @@ END_TEST
 int main(void) {
     if (!mkdtemp(folder)) return EXIT_FAILURE;
     const TTest *const tests[] = {help_and_version,
+                                  runs_on_the_path_that_is_asked_for,
                                   bad_command_lines,
                                   bad_model_options,
                                   config_prints_a_file_that_gives_itself,

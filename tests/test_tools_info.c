@@ -155,7 +155,7 @@ START_TEST(lists) {
 END_TEST
 
 START_TEST(usage) {
-    expect_refused("", "a file is needed");
+    expect_refused("--values=2", "--values needs a file");
     expect_refused("one two", "one file is wanted, got \"two\" as well");
     expect_refused("absent", "absent: cannot be opened: No such file");
     expect_refused("--values=-1 x", "--values must be an integer from 0 to 1000");

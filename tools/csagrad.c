@@ -9,6 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "core/isa.h"
 #include "core/suggest.h"
 #include "tools/options.h"
 
@@ -30,7 +31,8 @@ static const command commands[] = {
     {"dump", "write a CSA layer's inputs and answers under a named contract, to test other code against",
      csagrad_dump},
     {"ops", "list the ops: what each saves for backward, and what recompute may do with it", csagrad_ops},
-    {"info", "list the tensors of a file: safetensors, npy or npz", csagrad_info},
+    {"info", "list the tensors of a file: safetensors, npy or npz; without one, the kernels that run here",
+     csagrad_info},
     {"config", "list the keys of the configuration, or print the one that the options give", csagrad_config},
 };
 
@@ -81,8 +83,9 @@ int main(int argc, char **argv) {
     spin_briefly(argv);
     argp_program_version = CSAGRAD_VERSION;
     argp_err_exit_status = CG_BAD_INPUT;
+    cg_error error = {0};
+    if (!cg_isa_obeyed(&error)) return tool_failed("csagrad", &error);
     if (argc < 2) {
-        cg_error error = {0};
         cg_fail(&error, CG_BAD_INPUT, "a command is needed, see csagrad --help");
         return tool_failed("csagrad", &error);
     }

@@ -1,5 +1,6 @@
-/* csagrad info: what is in a file of tensors, safetensors, npy or npz?
+/* csagrad info: what is in a file of tensors, safetensors, npy or npz? And without a file: which kernels run here?
  *
+ *     csagrad info
  *     csagrad info dump.npz
  *     csagrad info checkpoint.safetensors --json
  *     csagrad info lengths.npy --values 8 */
@@ -12,6 +13,7 @@
 #include <stdlib.h>
 
 #include "core/archive.h"
+#include "core/isa.h"
 #include "core/shown.h"
 #include "tools/options.h"
 #include "tools/table.h"
@@ -39,9 +41,6 @@ static error_t parse(int key, char *arg, struct argp_state *state) {
         if (in->path) cg_fail(&error, CG_BAD_INPUT, "one file is wanted, got \"%.80s\" as well", arg);
         in->path = arg;
         break;
-    case ARGP_KEY_NO_ARGS:
-        cg_fail(&error, CG_BAD_INPUT, "a file is needed, see --help");
-        break;
     default:
         return ARGP_ERR_UNKNOWN;
     }
@@ -61,8 +60,10 @@ static const struct argp_option options[] = {
 static const struct argp argp = {
     options,
     parse,
-    "FILE",
-    "Check a file of tensors (safetensors, npy or npz, told by its content) as a whole and list what it holds: "
+    "[FILE]",
+    "Without a file: say which of the kernels that this processor can run do run (the environment variable "
+    "CSAGRAD_ISA chooses among avx512, avx2 and portable; by default the first that can). Check a file of "
+    "tensors (safetensors, npy or npz, told by its content) as a whole and list what it holds: "
     "names, "
     "dtypes, shapes, sizes in bytes and metadata. Exit code 2 and one sentence when it is damaged.",
     NULL,
@@ -152,12 +153,38 @@ static int print_table(const info *in, const cg_archive *file) {
     return 0;
 }
 
+/* The paths that this processor has, the highest first, and the one in use. */
+static int print_isas(const info *in) {
+    const char *used = cg_isa_name(cg_isa_used());
+    json_t *isas = json_array();
+    for (int isa = CG_ISAS - 1; isa >= 0; isa--)
+        if (cg_isa_exists((cg_isa)isa)) json_array_append_new(isas, json_string(cg_isa_name((cg_isa)isa)));
+    if (in->json) {
+        json_t *root = json_pack("{s:s, s:s, s:O}", "version", CSAGRAD_VERSION, "isa", used, "isas", isas);
+        json_dumpf(root, stdout, JSON_INDENT(2));
+        putchar('\n');
+        json_decref(root);
+    } else {
+        printf("%s\nkernels: %s; this processor has", CSAGRAD_VERSION, used);
+        for (size_t i = 0; i < json_array_size(isas); i++)
+            printf("%s %s", i ? "," : "", json_string_value(json_array_get(isas, i)));
+        puts("; CSAGRAD_ISA chooses");
+    }
+    json_decref(isas);
+    return 0;
+}
+
 int csagrad_info(int argc, char **argv) {
     info in = {0};
     cg_error error = {0};
     tool_parse(&argp, argc, argv, &in);
     if (in.values_text && !tool_integer("--values", in.values_text, 0, 1000, &in.values, &error))
         return tool_failed(argv[0], &error);
+    if (!in.path && in.values_text) {
+        cg_fail(&error, CG_BAD_INPUT, "--values needs a file");
+        return tool_failed(argv[0], &error);
+    }
+    if (!in.path) return print_isas(&in);
     cg_archive *file = cg_archive_open(in.path, &error);
     if (!file) return tool_failed(argv[0], &error);
     int code = in.json ? print_json(&in, file) : print_table(&in, file);
