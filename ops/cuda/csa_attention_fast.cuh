@@ -63,18 +63,17 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_attention_kernel(atte
                                                                             float *lse, float *window_lse,
                                                                             cg_teacher mode, float *teacher,
                                                                             float4 *logits) {
-    constexpr int HEADS = Shape::HEADS, COLUMNS = Shape::COLUMNS, KEYS = Shape::KEYS,
-                  KEY_TILES = Shape::KEY_TILES, HEAD_TILES = Shape::HEAD_TILES,
-                  COLUMN_TILES = Shape::COLUMN_TILES, ALONG_KEYS = Shape::ALONG_KEYS,
-                  ALONG_HEADS = Shape::ALONG_HEADS;
+    constexpr int HEADS = Shape::HEADS, KEYS = Shape::KEYS, KEY_TILES = Shape::KEY_TILES,
+                  HEAD_TILES = Shape::HEAD_TILES, COLUMN_TILES = Shape::COLUMN_TILES,
+                  ALONG_KEYS = Shape::ALONG_KEYS, ALONG_HEADS = Shape::ALONG_HEADS;
     CG_DYNAMIC_SHARED(forward_shared<Shape>, s);
-    const tile<COLUMNS> q_tile = {s->q};
-    const tile<KEYS> p_tile = {s->p};
+    const typename Shape::head_tile q_tile = {s->q};
+    const typename Shape::weight_tile p_tile = {s->p};
     const thread_place<Shape> my;
     const int tid = my.tid, group = my.group, quad = my.quad, along_keys = my.along_keys, head = my.head;
-    const auto q_lane = a_rows<COLUMNS>(my.along_heads * 16), column_lane = b_columns<COLUMNS>(0),
-               key_lane = key_rows<Shape>(along_keys);
-    const auto p_lane = a_rows<KEYS>(0);
+    const auto q_lane = a_rows<typename Shape::head_tile>(my.along_heads * 16);
+    const auto key_lane = key_rows<Shape>(along_keys), column_lane = b_columns<typename Shape::key_tile>(0);
+    const auto p_lane = a_rows<typename Shape::weight_tile>(0);
     const int T = (int)a.T_, H = (int)a.H, D = (int)a.D, K = (int)a.K;
     const int most_chosen_tiles = (K + KEYS - 1) / KEYS;
 

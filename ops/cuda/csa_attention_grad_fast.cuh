@@ -72,15 +72,18 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_grad_kernel(attention
                                                                        const cg_bf16 *dout, const int32_t *live,
                                                                        cg_bf16 *dq, float *delta,
                                                                        key_parts<Shape> parts) {
-    constexpr int HEADS = Shape::HEADS, COLUMNS = Shape::COLUMNS, KEYS = Shape::KEYS,
-                  KEY_TILES = Shape::KEY_TILES, TILES = key_parts<Shape>::TILES;
+    constexpr int HEADS = Shape::HEADS, KEYS = Shape::KEYS, KEY_TILES = Shape::KEY_TILES,
+                  TILES = key_parts<Shape>::TILES;
     CG_DYNAMIC_SHARED(grad_shared<Shape>, s);
-    const tile<COLUMNS> q_tile = {s->q}, g_tile = {s->g};
-    const tile<KEYS> p_tile = {s->p}, dx_tile = {s->dx};
+    typedef typename Shape::head_tile head_tile;
+    typedef typename Shape::key_tile key_tile;
+    typedef typename Shape::weight_tile weight_tile;
+    const head_tile q_tile = {s->q}, g_tile = {s->g};
+    const weight_tile p_tile = {s->p}, dx_tile = {s->dx};
     const thread_place<Shape> my;
-    const auto head_lane = a_rows<COLUMNS>(my.along_heads * 16), column_lane = b_columns<COLUMNS>(0),
-               key_lane = key_rows<Shape>(my.along_keys);
-    const auto weight_lane = a_rows<KEYS>(0), turned_lane = a_columns<KEYS>(0);
+    const auto head_lane = a_rows<head_tile>(my.along_heads * 16), row_lane = b_columns<head_tile>(0);
+    const auto key_lane = key_rows<Shape>(my.along_keys), column_lane = b_columns<key_tile>(0);
+    const auto weight_lane = a_rows<weight_tile>(0), turned_lane = a_columns<weight_tile>(0);
     const int H = (int)a.H, D = (int)a.D;
 
     key_tiles<Shape>::clear_rest(s->buffers, D);
@@ -169,15 +172,15 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_grad_kernel(attention
                 for (int h = 0; h < HEADS / 16; h++)
 #pragma unroll
                     for (int role = 0; role < 2; role++) {
-                        const tile<KEYS> weights = role ? dx_tile : p_tile;
-                        const tile<COLUMNS> rows = role ? q_tile : g_tile;
+                        const weight_tile weights = role ? dx_tile : p_tile;
+                        const head_tile rows = role ? q_tile : g_tile;
                         uint32_t wa[KEYS / 16][4], rb[TILES / 2][4];
 #pragma unroll
                         for (int m = 0; m < KEYS / 16; m++)
                             load_a_columns(wa[m], down(weights, h * 16), turned_lane, 0, 2 * m);
 #pragma unroll
                         for (int k = 0; k < TILES / 2; k++)
-                            load_b_columns(rb[k], down(rows, h * 16), column_lane, piece & ~7,
+                            load_b_columns(rb[k], down(rows, h * 16), row_lane, piece & ~7,
                                            (piece & 7) + 2 * k);
 #pragma unroll
                         for (int m = 0; m < KEYS / 16; m++)

@@ -12,9 +12,13 @@ enum { FAST_WARPS = 8, FAST_THREADS = 32 * FAST_WARPS };
 
 /* Tiles of a block: HEADS heads (a multiple of 16) of a row, keys of COLUMNS numbers, KEYS at a time. BLOCKS of a
  * multiprocessor bound the registers. */
-template <int HEADS_, int COLUMNS_, int KEYS_, int BLOCKS_> struct tile_shape {
+template <int HEADS_, int COLUMNS_, int KEYS_, int BLOCKS_, bool GROUPS_ = false> struct tile_shape {
     static constexpr int HEADS = HEADS_, COLUMNS = COLUMNS_, KEYS = KEYS_, BLOCKS = BLOCKS_;
+    static constexpr bool GROUPS = GROUPS_;
     static constexpr int PIECES = COLUMNS / PIECE;
+    typedef tile<COLUMNS, GROUPS ? HEADS : 0> head_tile;
+    typedef tile<COLUMNS, GROUPS ? KEYS : 0> key_tile;
+    typedef tile<KEYS, GROUPS ? HEADS : 0> weight_tile;
     /* products [HEADS, KEYS]: warps side by side along the heads, 16 each, and along the keys */
     static constexpr int ALONG_HEADS = HEADS / 16, ALONG_KEYS = FAST_WARPS / ALONG_HEADS;
     static constexpr int OWN_KEYS = KEYS / ALONG_KEYS, KEY_TILES = OWN_KEYS / 8;
@@ -82,7 +86,7 @@ template <typename Shape> struct key_tiles {
     static CG_MEMBER void clear_rest(key_buffers<Shape> &s, int D) {
         for (int n = (int)threadIdx.x; n < 2 * Shape::KEYS * Shape::PIECES; n += FAST_THREADS)
             if (n % Shape::PIECES * PIECE >= D)
-                set_zero(tile<Shape::COLUMNS>{s.keys[n / (Shape::KEYS * Shape::PIECES)]}.piece(
+                set_zero(typename Shape::key_tile{s.keys[n / (Shape::KEYS * Shape::PIECES)]}.piece(
                     n / Shape::PIECES % Shape::KEYS, n % Shape::PIECES));
     }
 
@@ -102,7 +106,7 @@ template <typename Shape> struct key_tiles {
     /* Send for tile i; zeros in the place of no row. */
     CG_MEMBER void fetch(int step, int i) const {
         const cg_bf16 *from = i < window_tiles ? a.kv : a.ckv;
-        const tile<Shape::COLUMNS> to = keys(step);
+        const typename Shape::key_tile to = keys(step);
         const int D = (int)a.D;
 #pragma unroll
         for (int n = (int)threadIdx.x; n < Shape::KEYS * Shape::PIECES; n += FAST_THREADS) {
@@ -116,13 +120,13 @@ template <typename Shape> struct key_tiles {
         }
     }
 
-    CG_MEMBER tile<Shape::COLUMNS> keys(int step) const { return {s.keys[step % 2]}; }
+    CG_MEMBER typename Shape::key_tile keys(int step) const { return {s.keys[step % 2]}; }
     CG_MEMBER bool has(int step, int key) const { return s.index[step % 3][key] >= 0; }
 };
 
 /* Send for `heads` rows of D numbers; zeros below and beside them. */
 template <typename Shape>
-CG_DEVICE void fetch_heads(tile<Shape::COLUMNS> to, const cg_bf16 *from, int heads, int D) {
+CG_DEVICE void fetch_heads(typename Shape::head_tile to, const cg_bf16 *from, int heads, int D) {
     for (int n = (int)threadIdx.x; n < Shape::HEADS * Shape::PIECES; n += FAST_THREADS) {
         const int row = n / Shape::PIECES, p = n % Shape::PIECES;
         if (row < heads && p * PIECE < D)
@@ -134,9 +138,9 @@ CG_DEVICE void fetch_heads(tile<Shape::COLUMNS> to, const cg_bf16 *from, int hea
 
 /* x[o] += rows of heads[o] times rows of keys, over all columns: 16 heads and OWN_KEYS keys per warp. */
 template <typename Shape, int N>
-CG_DEVICE void row_products(float x[N][Shape::KEY_TILES][4], const tile<Shape::COLUMNS> (&heads)[N],
-                            lane_piece<Shape::COLUMNS> head_lane, tile<Shape::COLUMNS> keys,
-                            lane_piece<Shape::COLUMNS> key_lane) {
+CG_DEVICE void row_products(float x[N][Shape::KEY_TILES][4], const typename Shape::head_tile (&heads)[N],
+                            lane_piece<typename Shape::head_tile> head_lane, typename Shape::key_tile keys,
+                            lane_piece<typename Shape::key_tile> key_lane) {
     constexpr int STEPS = Shape::STEPS, KEY_TILES = Shape::KEY_TILES;
     uint32_t a[2][N][STEPS][4], b[2][KEY_TILES][STEPS][2]; /* the next ones while these are multiplied */
     const auto load = [&](int to, int p8, int p) {
@@ -170,17 +174,17 @@ CG_DEVICE void row_products(float x[N][Shape::KEY_TILES][4], const tile<Shape::C
 }
 
 /* This lane's piece of the rows of keys in row_products. */
-template <typename Shape> CG_DEVICE lane_piece<Shape::COLUMNS> key_rows(int along_keys) {
-    return Shape::STEPS == 1 ? b_rows<Shape::COLUMNS>(along_keys * Shape::OWN_KEYS)
-                             : b_rows_two_steps<Shape::COLUMNS>(along_keys * Shape::OWN_KEYS);
+template <typename Shape> CG_DEVICE lane_piece<typename Shape::key_tile> key_rows(int along_keys) {
+    return Shape::STEPS == 1 ? b_rows<typename Shape::key_tile>(along_keys * Shape::OWN_KEYS)
+                             : b_rows_two_steps<typename Shape::key_tile>(along_keys * Shape::OWN_KEYS);
 }
 
 /* sum += weights [HEADS, KEYS] times keys: all heads and OWN_COLUMNS columns per warp. */
 template <typename Shape>
-CG_DEVICE void add_weighted_tile(float sum[Shape::HEAD_TILES][Shape::COLUMN_TILES][4],
-                                 tile<Shape::KEYS> weights, lane_piece<Shape::KEYS> weight_lane,
-                                 tile<Shape::COLUMNS> keys, lane_piece<Shape::COLUMNS> column_lane,
-                                 int own_pieces) {
+CG_DEVICE void
+add_weighted_tile(float sum[Shape::HEAD_TILES][Shape::COLUMN_TILES][4], typename Shape::weight_tile weights,
+                  lane_piece<typename Shape::weight_tile> weight_lane, typename Shape::key_tile keys,
+                  lane_piece<typename Shape::key_tile> column_lane, int own_pieces) {
 #pragma unroll
     for (int k = 0; k < Shape::KEYS / 16; k++) {
         uint32_t a[Shape::HEAD_TILES][4];
@@ -204,7 +208,7 @@ CG_DEVICE void add_weighted_tile(float sum[Shape::HEAD_TILES][Shape::COLUMN_TILE
  * ends with threads apart. */
 template <typename Shape, typename Factor>
 CG_DEVICE void store_heads(const float sum[Shape::HEAD_TILES][Shape::COLUMN_TILES][4], Factor factor,
-                           tile<Shape::COLUMNS> staging, cg_bf16 *to, int heads, int D) {
+                           typename Shape::head_tile staging, cg_bf16 *to, int heads, int D) {
     const thread_place<Shape> my;
 #pragma unroll
     for (int m = 0; m < Shape::HEAD_TILES; m++)

@@ -57,8 +57,8 @@ CG_GLOBAL void CG_BOUNDS(FAST_THREADS, 1)
     /* Keys of slots j0 to j0 + 31 into a stage, a slot per lane; returns this lane's key, -1: none. */
     const row_copy<DI> copy(k, z.Di, lane);
     const auto queue = [&](int64_t j0, int stage) {
-        constexpr int PIECES = tile<DI>::PIECES;
-        const tile<DI> to = {tiles + (warp * TENSOR_STAGES + stage) * CG_WARP * tile<DI>::PITCH};
+        constexpr int PIECES = padded_tile<DI>::PIECES;
+        const padded_tile<DI> to = {tiles + (warp * TENSOR_STAGES + stage) * CG_WARP * padded_tile<DI>::PITCH};
         int32_t key = -1;
         if (j0 < z.K) {
             if (j0 + lane < z.K) key = (int32_t)listed(topk, t * z.K + j0 + lane, z.C, BAD_INDEX, fault);
@@ -78,8 +78,8 @@ CG_GLOBAL void CG_BOUNDS(FAST_THREADS, 1)
         const int32_t next = queue(j0 + CG_WARP, 1 - stage);
         cg_cp_async_wait<1>();
         __syncwarp();
-        const float score =
-            query.scores(tile<DI>{tiles + (warp * TENSOR_STAGES + stage) * CG_WARP * tile<DI>::PITCH}, 0);
+        const float score = query.scores(
+            padded_tile<DI>{tiles + (warp * TENSOR_STAGES + stage) * CG_WARP * padded_tile<DI>::PITCH}, 0);
         if (j0 + lane < z.K) scores[t * z.K + j0 + lane] = now >= 0 ? score : -cg_infinity<float>;
         __syncwarp(); /* all have read the stage */
         now = next;
@@ -91,7 +91,7 @@ CG_GLOBAL void CG_BOUNDS(FAST_THREADS, 1)
 template <int DI> bool tensor_launch(const cg_run_args *args, cg_stream *stream, const sizes &z) {
     const cg_tensor *in = args->in;
     return CG_LAUNCH(tensor_kernel<DI>, (unsigned)((z.T + FAST_ROWS - 1) / FAST_ROWS), FAST_THREADS,
-                     FAST_ROWS * TENSOR_STAGES * CG_WARP * tile<DI>::PITCH * sizeof(cg_bf16), stream,
+                     FAST_ROWS * TENSOR_STAGES * CG_WARP * padded_tile<DI>::PITCH * sizeof(cg_bf16), stream,
                      (const cg_bf16 *)in[Q].data, (const cg_bf16 *)in[W].data, (const cg_bf16 *)in[KEYS].data,
                      (const int32_t *)in[TOPK].data, (float *)args->out[0].data, z, args->fault);
 }

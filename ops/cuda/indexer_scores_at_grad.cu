@@ -302,20 +302,20 @@ CG_GLOBAL void CG_BOUNDS(TENSOR_THREADS, 4)
                        const int32_t *topk, cg_bf16 *dq, cg_bf16 *dw, int64_t t0, sizes z, int64_t tiles,
                        fast_scratch s, cg_device_fault *fault) {
     CG_DYNAMIC_SHARED(cg_bf16, stages);
-    constexpr int STEPS = DI / 16, PIECES = tile<DI>::PIECES;
+    constexpr int STEPS = DI / 16, PIECES = padded_tile<DI>::PIECES;
     const int64_t r = blockIdx.x, t = t0 + r;
     const int lane = (int)threadIdx.x % CG_WARP, warp = (int)threadIdx.x / CG_WARP, g = lane / 4,
               c2 = lane % 4 * 2;
     const int h0 = warp * 32 + g; /* heads of this lane: h0 + 8 i */
     entry *entries = s.entries + r * z.K;
-    const row_list list = list_at(stages + TENSOR_STAGES * TENSOR_KEYS * tile<DI>::PITCH, z.K);
+    const row_list list = list_at(stages + TENSOR_STAGES * TENSOR_KEYS * padded_tile<DI>::PITCH, z.K);
     const int n = list_row(list, dscores, topk, t, r, z, tiles, s, fault);
 
     /* Keys of step i into its stage: 16 slots, zeros where there is no key. A thread copies a piece of some rows. */
     constexpr int COPIES = TENSOR_KEYS * PIECES / TENSOR_THREADS;
     const row_copy<DI> copy(k, z.Di, (int)threadIdx.x);
     const auto queue = [&](int i) {
-        const tile<DI> to = {stages + i % TENSOR_STAGES * TENSOR_KEYS * tile<DI>::PITCH};
+        const padded_tile<DI> to = {stages + i % TENSOR_STAGES * TENSOR_KEYS * padded_tile<DI>::PITCH};
         if (i * TENSOR_KEYS < n)
 #pragma unroll
             for (int j = 0; j < COPIES; j++) {
@@ -343,7 +343,7 @@ CG_GLOBAL void CG_BOUNDS(TENSOR_THREADS, 4)
         cg_cp_async_wait<TENSOR_STAGES - 2>();
         __syncthreads();
         queue(i + TENSOR_STAGES - 1);
-        const tile<DI> keys = {stages + i % TENSOR_STAGES * TENSOR_KEYS * tile<DI>::PITCH};
+        const padded_tile<DI> keys = {stages + i % TENSOR_STAGES * TENSOR_KEYS * padded_tile<DI>::PITCH};
         /* x[m][n]: 16 heads by 8 slots */
         float x[2][2][4] = {};
 #pragma unroll
@@ -523,7 +523,7 @@ constexpr int KEYS_WARPS = 8, KEYS_THREADS = KEYS_WARPS * CG_WARP;
 template <typename T> struct row_slice;
 template <> struct row_slice<float> { float queries[AT_HEADS][KEY_SLICE], weights[AT_HEADS]; };
 template <> struct row_slice<cg_bf16> {
-    cg_bf16 queries[AT_HEADS * tile<KEY_SLICE>::PITCH], weights[AT_HEADS];
+    cg_bf16 queries[AT_HEADS * padded_tile<KEY_SLICE>::PITCH], weights[AT_HEADS];
 };
 
 template <typename T> struct keys_shared {
@@ -546,7 +546,7 @@ CG_DEVICE void slice_copy(row_slice<float> *to, const float *q, const float *w, 
 
 CG_DEVICE void slice_copy(row_slice<cg_bf16> *to, const cg_bf16 *q, const cg_bf16 *w, int64_t d0,
                           const sizes &z) {
-    constexpr int PIECES = tile<KEY_SLICE>::PIECES, COPIES = AT_HEADS * PIECES / KEYS_THREADS;
+    constexpr int PIECES = padded_tile<KEY_SLICE>::PIECES, COPIES = AT_HEADS * PIECES / KEYS_THREADS;
     const int p = (int)threadIdx.x % PIECES;
     const bool is_piece = d0 + p * PIECE < z.Di;
     const cg_bf16 *pieces = is_piece ? q + d0 + p * PIECE : q;
@@ -554,7 +554,7 @@ CG_DEVICE void slice_copy(row_slice<cg_bf16> *to, const cg_bf16 *q, const cg_bf1
     for (int j = 0; j < COPIES; j++) {
         const int h = (int)threadIdx.x / PIECES + j * (AT_HEADS / COPIES);
         const bool valid = is_piece && h < z.Hi;
-        cg_cp_async_16(tile<KEY_SLICE>{to->queries}.piece(h, p),
+        cg_cp_async_16(padded_tile<KEY_SLICE>{to->queries}.piece(h, p),
                        pieces + (valid ? (uint32_t)h * (uint32_t)z.Di : 0), valid);
     }
     if (threadIdx.x < AT_HEADS)
@@ -605,7 +605,7 @@ CG_DEVICE void add_row(const row_slice<cg_bf16> &row, const entry *entries, int 
               c2 = lane % 4 * 2;
     const int half = warp % 2;
     if (warp / 2 * 8 >= n) return;
-    const tile<KEY_SLICE> queries = {(cg_bf16 *)row.queries};
+    const padded_tile<KEY_SLICE> queries = {(cg_bf16 *)row.queries};
     uint32_t channels[2][4][4], weights[4][2];
 #pragma unroll
     for (int step = 0; step < 4; step++) {
@@ -713,8 +713,8 @@ bool tensor_launch(const cg_run_args *args, cg_stream *stream, const float *ds, 
                    const cg_bf16 *w, const cg_bf16 *k, const int32_t *topk, cg_bf16 *dq, cg_bf16 *dw,
                    int64_t t0, int64_t n_rows, const sizes &z, int64_t tiles, const fast_scratch &s) {
     return CG_LAUNCH(tensor_rows_kernel<DI>, (unsigned)n_rows, TENSOR_THREADS,
-                     TENSOR_STAGES * TENSOR_KEYS * tile<DI>::PITCH * sizeof(cg_bf16) + list_bytes(z.K), stream,
-                     ds, q, w, k, topk, dq, dw, t0, z, tiles, s, args->fault);
+                     TENSOR_STAGES * TENSOR_KEYS * padded_tile<DI>::PITCH * sizeof(cg_bf16) + list_bytes(z.K),
+                     stream, ds, q, w, k, topk, dq, dw, t0, z, tiles, s, args->fault);
 }
 
 bool rows_launch(const cg_run_args *args, cg_stream *stream, const float *ds, const cg_bf16 *q,
