@@ -173,8 +173,8 @@ size_t attention_workspace(const cg_node *node) {
     return cg_piece(rows * sizeof(double)) + rows * sum_bytes(node);
 }
 
-template <bool WIDE> bool fast(const cg_run_args *args, cg_stream *stream) {
-    return check_rows(args, stream) && fast_attention<WIDE>(args, stream);
+template <forward_form FORM> bool fast(const cg_run_args *args, cg_stream *stream) {
+    return check_rows(args, stream) && fast_attention<FORM>(args, stream);
 }
 
 template <typename T> bool csa_attention(const cg_run_args *args, cg_stream *stream) {
@@ -411,15 +411,23 @@ extern "C" const cg_cuda_op cg_cuda_csa_attention = {
                   .launch = {csa_attention<float>, csa_attention<double>, nullptr, csa_attention<cg_bf16>},
                   .workspace = attention_workspace},
                  {.name = "fast",
-                  .launch = {nullptr, nullptr, nullptr, fast<false>},
-                  .workspace = fast_workspace<false>,
+                  .launch = {nullptr, nullptr, nullptr, fast<FORWARD_FAST>},
+                  .workspace = fast_workspace<FORWARD_FAST>,
                   .fits = fast_fits,
+                  .shared = fast_shared<FORWARD_FAST>,
                   .least_sm = 80},
                  {.name = "fast_wide",
-                  .launch = {nullptr, nullptr, nullptr, fast<true>},
-                  .workspace = fast_workspace<true>,
+                  .launch = {nullptr, nullptr, nullptr, fast<FORWARD_WIDE>},
+                  .workspace = fast_workspace<FORWARD_WIDE>,
                   .fits = fast_wide_fits,
-                  .least_sm = 90}},
+                  .shared = fast_shared<FORWARD_WIDE>,
+                  .least_sm = 80},
+                 {.name = "wgmma",
+                  .launch = {nullptr, nullptr, nullptr, fast<FORWARD_GROUPS>},
+                  .workspace = fast_workspace<FORWARD_GROUPS>,
+                  .fits = fast_wide_fits,
+                  .shared = fast_shared<FORWARD_GROUPS>,
+                  .wgmma = true}},
     .describe = describe,
 };
 
@@ -433,11 +441,13 @@ extern "C" const cg_cuda_op cg_cuda_csa_attention_grad = {
                   .launch = {nullptr, nullptr, nullptr, fast_grad<false>},
                   .workspace = fast_grad_workspace<false>,
                   .fits = fast_grad_fits,
+                  .shared = fast_grad_shared<false>,
                   .least_sm = 80},
                  {.name = "fast_wide",
                   .launch = {nullptr, nullptr, nullptr, fast_grad<true>},
                   .workspace = fast_grad_workspace<true>,
                   .fits = fast_wide_grad_fits,
-                  .least_sm = 90}},
+                  .shared = fast_grad_shared<true>,
+                  .least_sm = 80}},
     .describe = describe,
 };

@@ -379,6 +379,11 @@ template <bool WIDE> size_t fast_grad_workspace(const cg_node *node) {
     });
 }
 
+template <bool WIDE> size_t fast_grad_shared(const cg_node *node) {
+    return with_grad_shape(cg_dim(node->in[Q], 2), WIDE,
+                           [](auto shape) { return CG_STATIC_BYTES + sizeof(grad_shared<decltype(shape)>); });
+}
+
 } // namespace
 
 #endif

@@ -4,14 +4,14 @@
 #define CG_OPS_CUDA_CSA_ATTENTION_TILES_CUH
 
 #include "ops/cuda/csa_attention.cuh"
-#include "ops/cuda/tile.cuh"
+#include "ops/cuda/wgmma.cuh"
 
 namespace {
 
 enum { FAST_WARPS = 8, FAST_THREADS = 32 * FAST_WARPS };
 
 /* Tiles of a block: HEADS heads (a multiple of 16) of a row, keys of COLUMNS numbers, KEYS at a time. BLOCKS of a
- * multiprocessor bound the registers. */
+ * multiprocessor bound the registers. GROUPS: products are those of two groups of four warps (wgmma.cuh), of 64 heads. */
 template <int HEADS_, int COLUMNS_, int KEYS_, int BLOCKS_, bool GROUPS_ = false> struct tile_shape {
     static constexpr int HEADS = HEADS_, COLUMNS = COLUMNS_, KEYS = KEYS_, BLOCKS = BLOCKS_;
     static constexpr bool GROUPS = GROUPS_;
@@ -23,12 +23,14 @@ template <int HEADS_, int COLUMNS_, int KEYS_, int BLOCKS_, bool GROUPS_ = false
     static constexpr int ALONG_HEADS = HEADS / 16, ALONG_KEYS = FAST_WARPS / ALONG_HEADS;
     static constexpr int OWN_KEYS = KEYS / ALONG_KEYS, KEY_TILES = OWN_KEYS / 8;
     static constexpr int STEPS = KEY_TILES % 2 ? 2 : 1; /* of 16 columns, that one load of keys is for */
-    /* products [HEADS, COLUMNS]: a warp has all heads, and these columns */
-    static constexpr int HEAD_TILES = HEADS / 16, OWN_COLUMNS = COLUMNS / FAST_WARPS,
-                         COLUMN_TILES = OWN_COLUMNS / 8;
+    /* products [HEADS, COLUMNS]: a warp has all heads and these columns; of groups, 16 heads as above, and each group has
+     * its columns */
+    static constexpr int HEAD_TILES = GROUPS ? 1 : HEADS / 16,
+                         OWN_COLUMNS = COLUMNS / (GROUPS ? 2 : FAST_WARPS), COLUMN_TILES = OWN_COLUMNS / 8;
     static_assert(ALONG_HEADS <= FAST_WARPS && OWN_KEYS % 8 == 0 && COLUMN_TILES % 2 == 0, "whole fragments");
     static_assert(KEYS * PIECES % FAST_THREADS == 0 && KEYS <= FAST_THREADS && HEADS <= FAST_THREADS,
                   "threads");
+    static_assert(!GROUPS || (HEADS == 64 && FAST_THREADS == 2 * GROUP_THREADS), "two groups");
 };
 
 /* Where a thread stands in the products. */
@@ -37,12 +39,14 @@ template <typename Shape> struct thread_place {
     int along_heads, along_keys;
     int head;       /* its products [HEADS, KEYS] are of heads `head` and head + 8 ... */
     int key;        /* ... and of keys key + 8 n and key + 8 n + 1 */
-    int own_pieces; /* of products [HEADS, COLUMNS]: the first */
+    int sum_head;   /* of products [HEADS, COLUMNS]: the first head, of others 8 further, ... */
+    int own_pieces; /* ... and the first piece */
     CG_MEMBER thread_place()
         : tid((int)threadIdx.x), warp(tid / 32), group(tid % 32 / 4), quad(tid % 4),
           along_heads(warp % Shape::ALONG_HEADS), along_keys(warp / Shape::ALONG_HEADS),
           head(along_heads * 16 + group), key(along_keys * Shape::OWN_KEYS + 2 * quad),
-          own_pieces(warp * (Shape::OWN_COLUMNS / PIECE)) {}
+          sum_head(Shape::GROUPS ? head : group),
+          own_pieces((Shape::GROUPS ? along_keys : warp) * (Shape::OWN_COLUMNS / PIECE)) {}
 };
 
 /* Two tiles of keys in shared memory, and the rows of kv or ckv that they come from (-1: none) for three. */
@@ -210,16 +214,16 @@ template <typename Shape, typename Factor>
 CG_DEVICE void store_heads(const float sum[Shape::HEAD_TILES][Shape::COLUMN_TILES][4], Factor factor,
                            typename Shape::head_tile staging, cg_bf16 *to, int heads, int D) {
     const thread_place<Shape> my;
+    const auto lane = d_rows<typename Shape::head_tile>(my.sum_head - my.group, my.own_pieces);
 #pragma unroll
     for (int m = 0; m < Shape::HEAD_TILES; m++)
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const int head = m * 16 + my.group + 8 * r;
-            const float by = factor(head);
+            const float by = factor(my.sum_head + m * 16 + 8 * r);
 #pragma unroll
             for (int n = 0; n < Shape::COLUMN_TILES; n++)
-                store_pair(staging, head, my.warp * Shape::OWN_COLUMNS + n * 8 + 2 * my.quad,
-                           sum[m][n][2 * r] * by, sum[m][n][2 * r + 1] * by);
+                store_pair(down(staging, m * 16 + 8 * r), lane, n & ~7, n & 7, sum[m][n][2 * r] * by,
+                           sum[m][n][2 * r + 1] * by);
         }
     __syncthreads();
     for (int n = my.tid; n < heads * Shape::PIECES; n += FAST_THREADS)

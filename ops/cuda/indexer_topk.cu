@@ -107,8 +107,6 @@ template <typename T> bool plain(const cg_run_args *args, cg_stream *stream) {
 
 constexpr int FAST_ROWS = 8, FAST_THREADS = FAST_ROWS * CG_WARP;
 
-constexpr size_t static_bytes = 1024; /* what follows, up to where CG_DYNAMIC_SHARED can begin */
-
 /* What a block's rows see together: keys first .. end - 1. By the whole block; `seen` is of this warp's row. */
 CG_DEVICE void seen_by_block(seen_rows seen, int64_t *first, int64_t *end) {
     CG_SHARED(int64_t[FAST_ROWS], firsts);
@@ -451,12 +449,14 @@ size_t fast_shared(const cg_node *node) {
     const size_t dynamic = node->in[Q]->dtype != CG_BF16  ? core_bytes(K)
                            : cg_dim(node->in[Q], 2) <= 32 ? tensor_bytes<32>(K)
                                                           : tensor_bytes<TILE_CHANNELS>(K);
-    return dynamic + static_bytes;
+    return dynamic + CG_STATIC_BYTES;
 }
 
 /* Of up to 32 channels, fast does not multiply three quarters of zeros. */
 bool group_fits(const cg_node *node) { return fits(node) && cg_dim(node->in[Q], 2) > 32; }
-size_t group_shared_bytes(const cg_node *node) { return group_bytes(cg_dim(node->out[0], 1)) + static_bytes; }
+size_t group_shared_bytes(const cg_node *node) {
+    return group_bytes(cg_dim(node->out[0], 1)) + CG_STATIC_BYTES;
+}
 
 } // namespace
 

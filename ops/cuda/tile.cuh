@@ -43,7 +43,7 @@ CG_DEVICE void copy_piece(cg_bf16 *to, const cg_bf16 *from) { *(float4 *)to = *(
  * takes, which is an exclusive or. */
 template <typename Tile> struct lane_piece {
     int offset;
-    CG_MEMBER const cg_bf16 *in(Tile x, int p8, int p) const {
+    CG_MEMBER cg_bf16 *in(Tile x, int p8, int p) const {
         return x.data + (offset ^ p * PIECE) + Tile::along(p8);
     }
 };
@@ -95,6 +95,14 @@ template <typename Tile> CG_DEVICE Tile down(Tile x, int rows) { return {x.data 
 /* Two neighbours of a row of d, rounded, as they lie in a tile: column is even. */
 template <typename Tile> CG_DEVICE void store_pair(Tile x, int row, int column, float low, float high) {
     *(uint32_t *)(x.piece(row, column / PIECE) + column % PIECE) = cg_bf16_pair(low, high);
+}
+/* This lane's place in rows of d from a row and a piece on; p8 + p pieces further as in lane_piece. */
+template <typename Tile> CG_DEVICE lane_piece<Tile> d_rows(int row0, int piece) {
+    return {Tile::offset(row0 + lane_id() / 4, piece) + lane_id() % 4 * 2};
+}
+template <typename Tile>
+CG_DEVICE void store_pair(Tile x, lane_piece<Tile> lane, int p8, int p, float low, float high) {
+    *(uint32_t *)lane.in(x, p8, p) = cg_bf16_pair(low, high);
 }
 
 } // namespace

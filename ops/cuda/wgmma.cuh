@@ -1,6 +1,6 @@
 /* Products of a warpgroup: four warps, 128 threads from a multiple of 128 on, whose tensor cores read both sides from tiles in
- * shared memory (wgmma of sm_90a). On other devices, and for tests, the same numbers come to the same threads by ldmatrix and
- * cg_mma_bf16_16x8x16; there a product is made when it is asked for, in tests when it is waited for.
+ * shared memory (wgmma of sm_90a; code for other devices has none, and cuda_ops.c chooses accordingly). In tests the same numbers come to
+ * the same threads by ldmatrix and cg_mma_bf16_16x8x16, when they are waited for.
  *
  * x [64, N] lies over the threads as that of cg_mma_bf16_16x8x16 does: warp w of the group has rows 16 w .. 16 w + 15, as
  * float x[N / 8][4].
@@ -214,7 +214,7 @@ struct warpgroup {
                           "a tile of a warpgroup does not start on a multiple of 1024 bytes");
     }
 #else
-    template <typename F> CG_MEMBER void run(const F &product) { product(); }
+    template <typename F> CG_MEMBER void run(const F &) { __trap(); } /* no variant is chosen that comes here */
     CG_MEMBER void shared_written() {}
     template <typename... X> CG_MEMBER void begin(X &...) {}
     CG_MEMBER void commit() {}
