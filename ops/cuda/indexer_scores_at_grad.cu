@@ -314,8 +314,11 @@ CG_GLOBAL void CG_BOUNDS(TENSOR_THREADS, 4)
     /* Keys of step i into its stage: 16 slots, zeros where there is no key. A thread copies a piece of some rows. */
     constexpr int COPIES = TENSOR_KEYS * PIECES / TENSOR_THREADS;
     const row_copy<DI> copy(k, z.Di, (int)threadIdx.x);
+    const auto stage = [&](int i) {
+        return padded_tile<DI>{stages + (unsigned)i % TENSOR_STAGES * TENSOR_KEYS * padded_tile<DI>::PITCH};
+    };
     const auto queue = [&](int i) {
-        const padded_tile<DI> to = {stages + i % TENSOR_STAGES * TENSOR_KEYS * padded_tile<DI>::PITCH};
+        const padded_tile<DI> to = stage(i);
         if (i * TENSOR_KEYS < n)
 #pragma unroll
             for (int j = 0; j < COPIES; j++) {
@@ -329,41 +332,37 @@ CG_GLOBAL void CG_BOUNDS(TENSOR_THREADS, 4)
 
     uint32_t query[2][STEPS][4];
 #pragma unroll
-    for (int m = 0; m < 2; m++)
+    for (int m = 0; m < 4; m++) {
+        const int h = h0 + 8 * m;
+        const uint32_t *row = (const uint32_t *)(q + (t * z.Hi + h) * z.Di + c2); /* pairs of channels */
 #pragma unroll
         for (int step = 0; step < STEPS; step++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int h = h0 + 16 * m + i % 2 * 8, d = 16 * step + i / 2 * 8;
-                query[m][step][i] =
-                    h < z.Hi && d < z.Di ? *(const uint32_t *)(q + (t * z.Hi + h) * z.Di + d + c2) : 0;
-            }
+            for (int half = 0; half < 2; half++)
+                query[m / 2][step][m % 2 + 2 * half] =
+                    h < z.Hi && 16 * step + 8 * half < z.Di ? row[8 * step + 4 * half] : 0;
+    }
     float dq_sum[2][DI / 8][4] = {}, dw_sum[2][2] = {};
     for (int i = 0; i * TENSOR_KEYS < n; i++) {
         cg_cp_async_wait<TENSOR_STAGES - 2>();
         __syncthreads();
         queue(i + TENSOR_STAGES - 1);
-        const padded_tile<DI> keys = {stages + i % TENSOR_STAGES * TENSOR_KEYS * padded_tile<DI>::PITCH};
-        /* x[m][n]: 16 heads by 8 slots */
-        float x[2][2][4] = {};
-#pragma unroll
-        for (int step = 0; step < STEPS; step += 2) {
-            uint32_t b[2][2][2];
-            right_of_rows(b[0], keys, 0, 2 * step);
-            right_of_rows(b[1], keys, 8, 2 * step);
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-#pragma unroll
-                for (int m = 0; m < 2; m++)
-#pragma unroll
-                    for (int of = 0; of < 2; of++)
-                        cg_mma_bf16_16x8x16(x[m][of], query[m][step + half], b[of][half]);
-        }
+        const padded_tile<DI> keys = stage(i);
         /* The second product is 1[x > 0] ds by k: its left side has the places of x. */
         uint32_t left[2][4],
             active[2]; /* of heads of this lane: 16 bits for the lower of two slots, then for the other */
 #pragma unroll
         for (int of = 0; of < 2; of++) {
+            float x[2][4] = {}; /* 16 heads each, by 8 slots */
+#pragma unroll
+            for (int step = 0; step < STEPS; step += 2) {
+                uint32_t b[2][2];
+                right_of_rows(b, keys, 8 * of, 2 * step);
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+#pragma unroll
+                    for (int m = 0; m < 2; m++) cg_mma_bf16_16x8x16(x[m], query[m][step + half], b[half]);
+            }
             const int slot = i * TENSOR_KEYS + 8 * of + c2;
             const float ds[2] = {list.ds[slot], list.ds[slot + 1]};
             const uint32_t pair = cg_bf16_pair(ds[0], ds[1]);
@@ -372,7 +371,7 @@ CG_GLOBAL void CG_BOUNDS(TENSOR_THREADS, 4)
             for (int m = 0; m < 2; m++)
 #pragma unroll
                 for (int row = 0; row < 2; row++) {
-                    const float low = x[m][of][2 * row], high = x[m][of][2 * row + 1];
+                    const float low = x[m][2 * row], high = x[m][2 * row + 1];
                     if (low > 0) dw_sum[m][row] = cg_fma(ds[0], low, dw_sum[m][row]);
                     if (high > 0) dw_sum[m][row] = cg_fma(ds[1], high, dw_sum[m][row]);
                     on[m][row] = (low > 0 ? 0xffffu : 0) | (high > 0 ? 0xffff0000u : 0);
@@ -381,6 +380,15 @@ CG_GLOBAL void CG_BOUNDS(TENSOR_THREADS, 4)
             const uint32_t of_first = (on[0][0] & 0x0f0f0f0fu) | (on[0][1] & 0xf0f0f0f0u),
                            of_second = (on[1][0] & 0x0f0f0f0fu) | (on[1][1] & 0xf0f0f0f0u);
             active[of] = (((of_first & 0x00ff00ffu) | (of_second & 0xff00ff00u)) & 0x11111111u) << (g / 2);
+        }
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            uint32_t b[2][2];
+            right_of_columns(b, keys, 0, 2 * step);
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int of = 0; of < 2; of++) cg_mma_bf16_16x8x16(dq_sum[m][2 * step + of], left[m], b[of]);
         }
         /* The bits of all heads of the warp come together, even and odd heads last. Two lanes of eight write a slot each. */
 #pragma unroll
@@ -393,15 +401,6 @@ CG_GLOBAL void CG_BOUNDS(TENSOR_THREADS, 4)
             const uint32_t word =
                 g == 0 ? (active[of] & 0xffffu) | other << 16 : other >> 16 | (active[of] & 0xffff0000u);
             if (g < 2 && slot < n) entries[slot].active[warp] = word;
-        }
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            uint32_t b[2][2];
-            right_of_columns(b, keys, 0, 2 * step);
-#pragma unroll
-            for (int m = 0; m < 2; m++)
-#pragma unroll
-                for (int of = 0; of < 2; of++) cg_mma_bf16_16x8x16(dq_sum[m][2 * step + of], left[m], b[of]);
         }
     }
     cg_cp_async_wait<0>();
@@ -701,19 +700,23 @@ template <typename T> CG_GLOBAL void keys_sum_kernel(const float *parts, int64_t
 
 /* ---- fast: all of it ---- */
 
+size_t core_rows_bytes(int64_t K) { return sizeof(core_shared) + list_bytes(K); }
+template <int DI> size_t tensor_rows_bytes(int64_t K) {
+    return TENSOR_STAGES * TENSOR_KEYS * padded_tile<DI>::PITCH * sizeof(cg_bf16) + list_bytes(K);
+}
+
 bool rows_launch(const cg_run_args *args, cg_stream *stream, const float *ds, const float *q, const float *w,
                  const float *k, const int32_t *topk, float *dq, float *dw, int64_t t0, int64_t n_rows,
                  const sizes &z, int64_t tiles, const fast_scratch &s) {
-    return CG_LAUNCH(core_rows_kernel, (unsigned)n_rows, CORE_THREADS, sizeof(core_shared) + list_bytes(z.K),
-                     stream, ds, q, w, k, topk, dq, dw, t0, z, tiles, s, args->fault);
+    return CG_LAUNCH(core_rows_kernel, (unsigned)n_rows, CORE_THREADS, core_rows_bytes(z.K), stream, ds, q, w,
+                     k, topk, dq, dw, t0, z, tiles, s, args->fault);
 }
 
 template <int DI>
 bool tensor_launch(const cg_run_args *args, cg_stream *stream, const float *ds, const cg_bf16 *q,
                    const cg_bf16 *w, const cg_bf16 *k, const int32_t *topk, cg_bf16 *dq, cg_bf16 *dw,
                    int64_t t0, int64_t n_rows, const sizes &z, int64_t tiles, const fast_scratch &s) {
-    return CG_LAUNCH(tensor_rows_kernel<DI>, (unsigned)n_rows, TENSOR_THREADS,
-                     TENSOR_STAGES * TENSOR_KEYS * padded_tile<DI>::PITCH * sizeof(cg_bf16) + list_bytes(z.K),
+    return CG_LAUNCH(tensor_rows_kernel<DI>, (unsigned)n_rows, TENSOR_THREADS, tensor_rows_bytes<DI>(z.K),
                      stream, ds, q, w, k, topk, dq, dw, t0, z, tiles, s, args->fault);
 }
 
@@ -751,6 +754,17 @@ bool fits(const cg_node *node) {
            (cg_node_dtype(node) != CG_BF16 || z.Di % PIECE == 0);
 }
 
+/* The larger of the two kernels. */
+size_t fast_shared(const cg_node *node) {
+    const sizes z = sizes_of(node);
+    const bool is_f32 = cg_node_dtype(node) != CG_BF16;
+    const size_t rows = is_f32       ? core_rows_bytes(z.K)
+                        : z.Di <= 32 ? tensor_rows_bytes<32>(z.K)
+                                     : tensor_rows_bytes<AT_CHANNELS>(z.K);
+    const size_t keys = is_f32 ? sizeof(keys_shared<float>) : sizeof(keys_shared<cg_bf16>);
+    return CG_STATIC_BYTES + (rows > keys ? rows : keys);
+}
+
 } // namespace
 
 extern "C" const cg_cuda_op cg_cuda_indexer_scores_at_grad = {
@@ -761,6 +775,7 @@ extern "C" const cg_cuda_op cg_cuda_indexer_scores_at_grad = {
                  {.name = "fast",
                   .launch = {fast<float>, nullptr, nullptr, fast<cg_bf16>},
                   .workspace = fast_workspace,
-                  .fits = fits}},
+                  .fits = fits,
+                  .shared = fast_shared}},
     .describe = describe,
 };
