@@ -307,7 +307,6 @@ CG_GLOBAL void CG_BOUNDS(TENSOR_THREADS, 4)
     const int lane = (int)threadIdx.x % CG_WARP, warp = (int)threadIdx.x / CG_WARP, g = lane / 4,
               c2 = lane % 4 * 2;
     const int h0 = warp * 32 + g; /* heads of this lane: h0 + 8 i */
-    entry *entries = s.entries + r * z.K;
     const row_list list = list_at(stages + TENSOR_STAGES * TENSOR_KEYS * padded_tile<DI>::PITCH, z.K);
     const int n = list_row(list, dscores, topk, t, r, z, tiles, s, fault);
 
@@ -334,13 +333,14 @@ CG_GLOBAL void CG_BOUNDS(TENSOR_THREADS, 4)
 #pragma unroll
     for (int m = 0; m < 4; m++) {
         const int h = h0 + 8 * m;
-        const uint32_t *row = (const uint32_t *)(q + (t * z.Hi + h) * z.Di + c2); /* pairs of channels */
+        const bool is_head = h < z.Hi;
+        const uint32_t *row = (const uint32_t *)(q + (t * z.Hi + (is_head ? h : 0)) * z.Di + c2); /* pairs */
 #pragma unroll
         for (int step = 0; step < STEPS; step++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
                 query[m / 2][step][m % 2 + 2 * half] =
-                    h < z.Hi && 16 * step + 8 * half < z.Di ? row[8 * step + 4 * half] : 0;
+                    is_head && 16 * step + 8 * half < z.Di ? row[8 * step + 4 * half] : 0;
     }
     float dq_sum[2][DI / 8][4] = {}, dw_sum[2][2] = {};
     for (int i = 0; i * TENSOR_KEYS < n; i++) {
@@ -364,7 +364,8 @@ CG_GLOBAL void CG_BOUNDS(TENSOR_THREADS, 4)
                     for (int m = 0; m < 2; m++) cg_mma_bf16_16x8x16(x[m], query[m][step + half], b[half]);
             }
             const int slot = i * TENSOR_KEYS + 8 * of + c2;
-            const float ds[2] = {list.ds[slot], list.ds[slot + 1]};
+            const float2 both = *(const float2 *)&list.ds[slot];
+            const float ds[2] = {both.x, both.y};
             const uint32_t pair = cg_bf16_pair(ds[0], ds[1]);
             uint32_t on[2][2]; /* of heads g + 16 m + 8 row, all bits of a half alike */
 #pragma unroll
@@ -379,7 +380,8 @@ CG_GLOBAL void CG_BOUNDS(TENSOR_THREADS, 4)
                 }
             const uint32_t of_first = (on[0][0] & 0x0f0f0f0fu) | (on[0][1] & 0xf0f0f0f0u),
                            of_second = (on[1][0] & 0x0f0f0f0fu) | (on[1][1] & 0xf0f0f0f0u);
-            active[of] = (((of_first & 0x00ff00ffu) | (of_second & 0xff00ff00u)) & 0x11111111u) << (g / 2);
+            active[of] = (((of_first & 0x00ff00ffu) | (of_second & 0xff00ff00u)) & 0x11111111u)
+                         << (threadIdx.x / 8 % 4);
         }
 #pragma unroll
         for (int step = 0; step < STEPS; step++) {
@@ -400,7 +402,7 @@ CG_GLOBAL void CG_BOUNDS(TENSOR_THREADS, 4)
                 i * TENSOR_KEYS + 8 * of + c2 + g; /* g = 0, even heads: the lower slot; g = 1: the other */
             const uint32_t word =
                 g == 0 ? (active[of] & 0xffffu) | other << 16 : other >> 16 | (active[of] & 0xffff0000u);
-            if (g < 2 && slot < n) entries[slot].active[warp] = word;
+            if (g < 2 && slot < n) s.entries[(int64_t)blockIdx.x * z.K + slot].active[warp] = word;
         }
     }
     cg_cp_async_wait<0>();
