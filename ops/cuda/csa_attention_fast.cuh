@@ -347,7 +347,7 @@ template <forward_form FORM, typename F> auto with_forward_shape(int64_t H, int6
     if constexpr (FORM == FORWARD_WIDE) {
         return use(tile_shape<64, 512, 64, 1>());
     } else if constexpr (FORM == FORWARD_GROUPS) {
-        return use(tile_shape<64, 512, 64, 1, true>());
+        return use(tile_shape<64, 512, 64, 1, BY_GROUPS>());
     } else {
         if (D <= 128) return H <= 16 ? use(tile_shape<16, 128, 64, 2>()) : use(tile_shape<64, 128, 32, 2>());
         return H <= 16 ? use(tile_shape<16, 512, 64, 1>()) : use(tile_shape<64, 512, 32, 1>());

@@ -10,14 +10,20 @@ namespace {
 
 enum { FAST_WARPS = 8, FAST_THREADS = 32 * FAST_WARPS };
 
+/* Who makes the products of a block: warps, by mma.sync; two groups of four warps those over columns, or all, by wgmma, for
+ * which there must be 64 heads (wgmma.cuh). */
+enum products_by { BY_WARPS, ROWS_BY_GROUPS, BY_GROUPS };
+
 /* Tiles of a block: HEADS heads (a multiple of 16) of a row, keys of COLUMNS numbers, KEYS at a time. BLOCKS of a
- * multiprocessor bound the registers. GROUPS: products are those of two groups of four warps (wgmma.cuh), of 64 heads. */
-template <int HEADS_, int COLUMNS_, int KEYS_, int BLOCKS_, bool GROUPS_ = false> struct tile_shape {
+ * multiprocessor bound the registers. */
+template <int HEADS_, int COLUMNS_, int KEYS_, int BLOCKS_, products_by PRODUCTS_ = BY_WARPS>
+struct tile_shape {
     static constexpr int HEADS = HEADS_, COLUMNS = COLUMNS_, KEYS = KEYS_, BLOCKS = BLOCKS_;
-    static constexpr bool GROUPS = GROUPS_;
+    static constexpr products_by PRODUCTS = PRODUCTS_;
+    static constexpr bool SLABS = PRODUCTS != BY_WARPS, GROUPS = PRODUCTS == BY_GROUPS;
     static constexpr int PIECES = COLUMNS / PIECE;
-    typedef tile<COLUMNS, GROUPS ? HEADS : 0> head_tile;
-    typedef tile<COLUMNS, GROUPS ? KEYS : 0> key_tile;
+    typedef tile<COLUMNS, SLABS ? HEADS : 0> head_tile;
+    typedef tile<COLUMNS, SLABS ? KEYS : 0> key_tile;
     typedef tile<KEYS, GROUPS ? HEADS : 0> weight_tile;
     /* products [HEADS, KEYS]: warps side by side along the heads, 16 each, and along the keys */
     static constexpr int ALONG_HEADS = HEADS / 16, ALONG_KEYS = FAST_WARPS / ALONG_HEADS;
@@ -30,7 +36,7 @@ template <int HEADS_, int COLUMNS_, int KEYS_, int BLOCKS_, bool GROUPS_ = false
     static_assert(ALONG_HEADS <= FAST_WARPS && OWN_KEYS % 8 == 0 && COLUMN_TILES % 2 == 0, "whole fragments");
     static_assert(KEYS * PIECES % FAST_THREADS == 0 && KEYS <= FAST_THREADS && HEADS <= FAST_THREADS,
                   "threads");
-    static_assert(!GROUPS || (HEADS == 64 && FAST_THREADS == 2 * GROUP_THREADS), "two groups");
+    static_assert(!SLABS || (HEADS == 64 && FAST_THREADS == 2 * GROUP_THREADS), "two groups");
 };
 
 /* Where a thread stands in the products. */
@@ -175,6 +181,41 @@ CG_DEVICE void row_products(float x[N][Shape::KEY_TILES][4], const typename Shap
                     for (int n = 0; n < KEY_TILES; n++)
                         cg_mma_bf16_16x8x16(x[o][n], a[now][o][step], b[now][n][step]);
         }
+}
+
+/* As row_products of two, x set. The first group multiplies heads[0] by all keys, the second heads[1], and they exchange
+ * what belongs to the other's keys by way of `swap`. By the whole block, which comes together in it. */
+template <typename Shape> using key_swap = float4[Shape::KEY_TILES][FAST_THREADS];
+template <typename Shape>
+CG_DEVICE void group_row_products(float (&x)[2][Shape::KEY_TILES][4],
+                                  const typename Shape::head_tile (&heads)[2], typename Shape::key_tile keys,
+                                  key_swap<Shape> &swap) {
+    constexpr int KEY_TILES = Shape::KEY_TILES;
+    const int tid = (int)threadIdx.x, group = tid / GROUP_THREADS;
+    warpgroup products;
+    float all[2 * KEY_TILES][4];
+    products.begin();
+    products.set_rows(all, group ? heads[1] : heads[0], 0, keys, 0);
+    products.commit();
+    products.template wait<0>(all);
+#pragma unroll
+    for (int n = 0; n < KEY_TILES; n++) {
+        float theirs[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) theirs[e] = group ? all[n][e] : all[KEY_TILES + n][e];
+        swap[n][tid] = make_float4(theirs[0], theirs[1], theirs[2], theirs[3]);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < KEY_TILES; n++) {
+        const float4 other = swap[n][tid ^ GROUP_THREADS];
+        const float got[4] = {other.x, other.y, other.z, other.w};
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            x[0][n][e] = group ? got[e] : all[n][e];
+            x[1][n][e] = group ? all[KEY_TILES + n][e] : got[e];
+        }
+    }
 }
 
 /* This lane's piece of the rows of keys in row_products. */
