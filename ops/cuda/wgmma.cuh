@@ -192,10 +192,6 @@ struct warpgroup {
     products open;
     warpgroup() {}
     warpgroup(const warpgroup &) = delete;
-    ~warpgroup() {
-        if (!queued.empty() || !open.empty())
-            cg_host_fault(__FILE__, __LINE__, "a warpgroup ends with products that it did not wait for");
-    }
     void run(const std::function<void()> &product) { open.push_back(product); }
     void shared_written() {}
     template <typename... X> void begin(X &...) {}
