@@ -1,27 +1,30 @@
-/* Products of a warpgroup: four warps, 128 threads from a multiple of 128 on, whose tensor cores read both sides from tiles in
- * shared memory (wgmma of sm_90a; code for other devices has none, and cuda_ops.c chooses accordingly). In tests the same numbers come to
- * the same threads by ldmatrix and cg_mma_bf16_16x8x16, when they are waited for.
+/* Products of a warpgroup, four warps from a multiple of 128 threads on, whose tensor cores read both sides from tiles in
+ * shared memory: wgmma of sm_90a. Code for other devices has none, and cuda_ops.c chooses accordingly. In tests the same
+ * numbers come to the same threads by ldmatrix and cg_mma_bf16_16x8x16, when they are waited for.
  *
- * x [64, N] lies over the threads as that of cg_mma_bf16_16x8x16 does: warp w of the group has rows 16 w .. 16 w + 15, as
- * float x[N / 8][4].
+ * x [64, 8 N] lies over the threads as the sums of cg_mma_bf16_16x8x16: warp w of the group has rows 16 w .. 16 w + 15, as
+ * float x[N][4]. N is 4, 16 or 32.
  *
  *     warpgroup group;                       per thread; all threads of the group make the same calls
  *     group.shared_written();                before the barrier behind which products read what this thread wrote to shared
- *     __syncthreads();                       memory, or had copied and waited for
+ *     __syncthreads();                       memory, or had copied and waited for (tests do not miss it)
  *     group.begin(x);                        x: sums that were touched since their last product
- *     group.add_rows(x, a, 0, b, 0);         as many as wanted
+ *     group.add_columns(x, a, b, piece);     or set_rows; as many as wanted
  *     group.commit();
  *     ...                                    neither x nor the tiles may be touched
  *     group.wait<0>(x);                      all but the newest 0 commits are done
  *
- * Tiles have slabs (ops/cuda/tile.cuh) and start on a multiple of 1024 bytes. What a tile's descriptor says, of section
- * "Asynchronous Warpgroup Level Matrix Instructions" of the PTX ISA: bits 0 - 13 where it starts, 16 - 29 the leading, 32 - 45
- * the stride offset, each in units of 16 bytes, 62 - 63 the permutation, 1 for pieces within 128 bytes by a row's number:
+ * Tiles have slabs (ops/cuda/tile.cuh) and start on a multiple of 1024 bytes. A tile's descriptor, of section "Asynchronous
+ * Warpgroup Level Matrix Instructions" of the PTX ISA, says in bits 0 - 13 where it starts, in 16 - 29 the leading and in
+ * 32 - 45 the stride offset, each in units of 16 bytes, and in 62 - 63 how pieces are permuted: 1, within 128 bytes by the
+ * number of the row. For a product that is summed over
  *
- *   columns are summed over (K-major): stride from 8 rows to the next 8, 1024 bytes; no leading offset; 16 columns further
- *     are 32 bytes, 64 columns further a slab;
- *   rows are summed over (MN-major): leading from 64 columns to the next 64, a slab; stride from 8 rows to the next 8, 1024
- *     bytes; 16 rows further are 2048 bytes. */
+ *   columns (K-major): the stride is from 8 rows to the next 8, 1024 bytes; no leading offset; 16 columns further are 32
+ *     bytes, 64 columns further a slab;
+ *   rows (MN-major): the leading offset is from 64 columns to the next 64, a slab; the stride from 8 rows to the next 8,
+ *     1024 bytes; 16 rows further are 2048 bytes.
+ *
+ * wgmma_check.cu tries all of it on the device itself. */
 #ifndef CG_OPS_CUDA_WGMMA_CUH
 #define CG_OPS_CUDA_WGMMA_CUH
 
