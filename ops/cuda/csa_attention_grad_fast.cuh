@@ -111,7 +111,8 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_grad_kernel(attention
         cg_cp_async_commit();
 
         float sum[Shape::HEAD_TILES][Shape::COLUMN_TILES][4] = {}; /* dq */
-        float own_delta[2] = {0, 0};                               /* of heads `head` and head + 8 */
+        /* delta's part of own keys, of heads `head` and head + 8; dq's sums are free in the first walk */
+        float *const own_delta[2] = {&sum[0][0][0], &sum[0][0][2]};
         if (my.tid < HEADS) s->lse[my.tid] = my.tid < heads ? lse[at_head(my.tid)] : cg_infinity<float>;
 
         for (int step = 0; step < 2 * n; step++) {
@@ -122,9 +123,11 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_grad_kernel(attention
             if (step == n) {
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
-                    own_delta[r] += __shfl_xor_sync(0xffffffffu, own_delta[r], 1);
-                    own_delta[r] += __shfl_xor_sync(0xffffffffu, own_delta[r], 2);
-                    if (my.quad == 0) s->sum[my.along_keys][my.head + 8 * r] = own_delta[r];
+                    float part = *own_delta[r];
+                    *own_delta[r] = 0;
+                    part += __shfl_xor_sync(0xffffffffu, part, 1);
+                    part += __shfl_xor_sync(0xffffffffu, part, 2);
+                    if (my.quad == 0) s->sum[my.along_keys][my.head + 8 * r] = part;
                 }
                 __syncthreads();
                 if (my.tid < HEADS) {
@@ -156,7 +159,7 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_grad_kernel(attention
                 for (int k = 0; k < KEY_TILES; k++)
 #pragma unroll
                     for (int e = 0; e < 4; e++)
-                        own_delta[e / 2] = cg_fma(x[0][k][e], x[1][k][e], own_delta[e / 2]);
+                        *own_delta[e / 2] = cg_fma(x[0][k][e], x[1][k][e], *own_delta[e / 2]);
                 continue;
             }
 #pragma unroll
