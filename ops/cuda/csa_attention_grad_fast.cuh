@@ -123,11 +123,11 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_grad_kernel(attention
             if (step == n) {
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
-                    float part = *own_delta[r];
+                    float of_keys = *own_delta[r];
                     *own_delta[r] = 0;
-                    part += __shfl_xor_sync(0xffffffffu, part, 1);
-                    part += __shfl_xor_sync(0xffffffffu, part, 2);
-                    if (my.quad == 0) s->sum[my.along_keys][my.head + 8 * r] = part;
+                    of_keys += __shfl_xor_sync(0xffffffffu, of_keys, 1);
+                    of_keys += __shfl_xor_sync(0xffffffffu, of_keys, 2);
+                    if (my.quad == 0) s->sum[my.along_keys][my.head + 8 * r] = of_keys;
                 }
                 __syncthreads();
                 if (my.tid < HEADS) {
