@@ -13,10 +13,9 @@ typedef struct cg_cuda_variant {
     bool (*launch[CG_DTYPES])(const cg_run_args *args, cg_stream *stream); /* by cg_node_dtype, as cg_op.run */
     size_t (*workspace)(const cg_node *node);                              /* exact scratch bytes; NULL: none */
     bool (*fits)(const cg_node *node);                                     /* sizes it can do; NULL: all */
-    size_t (*shared)(
-        const cg_node *node); /* bytes of shared memory of a block; NULL: no more than any device has */
-    int least_sm;             /* 80: sm_80 and later; 0: all */
-    bool wgmma;               /* made of products of ops/cuda/wgmma.cuh */
+    size_t (*shared)(const cg_node *node); /* bytes of shared memory of a block; NULL: 48 KiB at most */
+    int least_sm;                          /* 80: sm_80 and later; 0: all */
+    bool wgmma;                            /* made of products of ops/cuda/wgmma.cuh */
 } cg_cuda_variant;
 
 typedef struct cg_cuda_op {
