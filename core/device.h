@@ -27,6 +27,7 @@ typedef struct cg_device_facts {
     char name[128];
     int sm; /* compute capability: 80 is 8.0 */
     int multiprocessors;
+    size_t shared_bytes; /* the most shared memory that a block may have */
     int64_t memory_bytes;
     char driver[64]; /* version of the driver, of the runtime and of cuBLAS, as far as loaded */
     bool emulated;   /* the CPU in the place of a device */

@@ -78,6 +78,7 @@ static void read_facts(cg_device *device, const struct cudaDeviceProp *p) {
              driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
     facts->sm = 10 * p->major + p->minor;
     facts->multiprocessors = p->multiProcessorCount;
+    facts->shared_bytes = p->sharedMemPerBlockOptin;
     facts->memory_bytes = (int64_t)p->totalGlobalMem;
 }
 

@@ -28,7 +28,8 @@ typedef struct cg_device_kernel {
 
 typedef struct cg_backend {
     cg_device *device;
-    const void *kernels; /* kernel_of's own */
+    const void *kernels; /* kernel_of's own, and so is ... */
+    int abilities;       /* ... what it found the device to do */
     /* The kernel of a node that is no alias. Depends on op, dtypes, shapes and attributes alone. False with a sentence
      * when there is none. */
     bool (*kernel_of)(const struct cg_backend *backend, const cg_node *node, cg_device_kernel *kernel,

@@ -14,6 +14,7 @@ extern const cg_op cg_op_csa_attention, cg_op_csa_attention_grad;
 enum { MOST = 16 };
 
 static cg_device *device;
+static cg_backend backend; /* of that device */
 
 /* For ThreadSanitizer one order is enough, and slow. */
 #ifdef __SANITIZE_THREAD__
@@ -151,6 +152,23 @@ static cg_tensor device_tensor(const cg_value *value, cg_dtype real, const data 
     return tensor;
 }
 
+/* A node of the f64 graph as it would be in bf16. */
+typedef struct bf16_node {
+    cg_node node;
+    cg_value values[MOST], *in[MOST];
+} bf16_node;
+
+static void bf16_node_init(bf16_node *b, const cg_node *node) {
+    b->node = *node;
+    for (int i = 0; i < node->n_in; i++) {
+        b->in[i] = node->in[i] ? &b->values[i] : NULL;
+        if (!node->in[i]) continue;
+        b->values[i] = *node->in[i];
+        if (b->values[i].dtype != CG_I32) b->values[i].dtype = CG_BF16;
+    }
+    b->node.in = b->in;
+}
+
 /* Runs a node of the f64 graph on the device, and reads its outputs as doubles. */
 static void run_on_device(const cg_node *node, const cg_cuda_variant *variant, const data *d, uint64_t seed,
                           double *out[MOST]) {
@@ -166,17 +184,9 @@ static void run_on_device(const cg_node *node, const cg_cuda_variant *variant, c
         c.bytes[s] = cg_tensor_bytes(c.out[s].dtype, &c.out[s].shape);
         c.out[s].data = device_memory(c.bytes[s], NULL);
     }
-    /* the node as it would be in bf16 */
-    cg_node as_bf16 = *node;
-    cg_value values[MOST], *in[MOST];
-    for (int i = 0; i < node->n_in; i++) {
-        in[i] = node->in[i] ? &values[i] : NULL;
-        if (!node->in[i]) continue;
-        values[i] = *node->in[i];
-        if (values[i].dtype != CG_I32) values[i].dtype = CG_BF16;
-    }
-    as_bf16.in = in;
-    const int64_t workspace = variant->workspace ? (int64_t)variant->workspace(&as_bf16) : 0;
+    bf16_node as_bf16;
+    bf16_node_init(&as_bf16, node);
+    const int64_t workspace = variant->workspace ? (int64_t)variant->workspace(&as_bf16.node) : 0;
     c.workspace = device_memory(workspace, NULL);
     const cg_device_fault none = {0};
     c.fault = device_memory(sizeof none, &none);
@@ -232,10 +242,12 @@ static void check_node(const shape *z, const cg_node *node, const data *d, const
                        const double *bounds, int least_variants) {
     const cg_cuda_op *op = cg_cuda_op_find(node->op->name);
     int n_variants = 0;
+    bf16_node as_bf16;
+    bf16_node_init(&as_bf16, node);
     for (int v = 0; v < CG_CUDA_VARIANTS && op->variants[v].name; v++) {
         const cg_cuda_variant *variant = &op->variants[v];
         double *out[MOST], *again[MOST];
-        if (!variant->launch[CG_BF16] || (variant->fits && !variant->fits(node))) continue;
+        if (!cg_cuda_can_run(&backend, variant, &as_bf16.node)) continue;
         n_variants++;
         run_on_device(node, variant, d, 1, out);
         if (!races) run_on_device(node, variant, d, 2, again);
@@ -255,7 +267,8 @@ static void check_node(const shape *z, const cg_node *node, const data *d, const
 START_TEST(bf16_agrees_with_f64) {
     const shape *z = &shapes[_i];
     cg_error error = {0};
-    if (!(device = cg_device_open(0, &error))) ck_abort_msg("%s", error.text);
+    if (!(device = cg_device_open(0, &error)) || !cg_cuda_backend(&backend, device, NULL, &error))
+        ck_abort_msg("%s", error.text);
     data d = data_of(z);
     bench b = bench_new(CG_F64);
     cg_value *q = bench_real(&b, "q", CG_SHAPE(d.T, z->H, z->D), d.real[Q]);

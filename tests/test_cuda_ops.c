@@ -291,6 +291,48 @@ START_TEST(variants_are_chosen) {
 }
 END_TEST
 
+/* A variant whose blocks need more shared memory than the device has is not chosen: lists of 2048 beside tiles of keys. */
+START_TEST(shared_memory_bounds_the_choice) {
+    open_device();
+    cg_device_facts facts;
+    cg_device_facts_of(device, &facts);
+    cg_graph *g = cg_graph_new(&cg_all_ops);
+    const cg_value *topk =
+        cg_indexer_topk(g, cg_leaf(g, CG_LEAF_INPUT, "q", CG_BF16, CG_SHAPE(3, 64, 128)),
+                        cg_leaf(g, CG_LEAF_INPUT, "w", CG_BF16, CG_SHAPE(3, 64)),
+                        cg_leaf(g, CG_LEAF_INPUT, "k", CG_BF16, CG_SHAPE(4000, 128)),
+                        cg_leaf(g, CG_LEAF_INPUT, "rows", CG_I32, CG_SHAPE(3, CG_ROW_FIELDS)), 2048);
+    static const struct {
+        size_t kib;
+        const char *variant;
+    } want[] = {{99, "plain"}, {163, "plain"}, {200, "fast"}, {227, "wgmma"}};
+    for (int i = 0; i < 4 && facts.emulated; i++) {
+        cg_error error = {0};
+        cg_backend backend;
+        cg_device_kernel kernel;
+        cg_device_host_shared(want[i].kib << 10);
+        ck_assert(cg_cuda_backend(&backend, device, NULL, &error));
+        ck_assert(backend.kernel_of(&backend, topk->producer, &kernel, &error));
+        ck_assert_str_eq(kernel.variant, want[i].variant);
+    }
+    cg_graph_free(g);
+    close_device();
+}
+END_TEST
+
+/* wgmma and mma.sync agree where there is wgmma; the emulation of it agrees with that of mma.sync. */
+START_TEST(wgmma_works) {
+    open_device();
+    cg_error error = {0};
+    cg_device_facts facts;
+    cg_cuda_wgmma found;
+    cg_device_facts_of(device, &facts);
+    if (!cg_cuda_try_wgmma(device, &found, &error)) ck_abort_msg("%s", error.text);
+    ck_assert_int_eq(found, facts.sm == 90 ? CG_WGMMA_WORKS : CG_WGMMA_NONE);
+    close_device();
+}
+END_TEST
+
 int main(void) {
     Suite *suite = suite_create("cuda_ops");
     TCase *tcase = tcase_create("cuda_ops");
@@ -299,6 +341,8 @@ int main(void) {
     tcase_add_test(tcase, tables_are_complete);
     tcase_add_loop_test(tcase, kernels_agree_with_the_cpu, 0, cg_all_ops.n);
     tcase_add_test(tcase, variants_are_chosen);
+    tcase_add_test(tcase, shared_memory_bounds_the_choice);
+    tcase_add_test(tcase, wgmma_works);
     SRunner *runner = srunner_create(suite);
     srunner_run_all(runner, CK_NORMAL);
     int failed = srunner_ntests_failed(runner);

@@ -23,9 +23,13 @@ bool bench_row_add_nodes(bench_row *r, const cg_plan *plan, const double *node_u
         const cg_node *node = plan->steps[t];
         if (node->op->alias) continue;
         cg_cost cost = node->op->cost ? node->op->cost(node) : (cg_cost){0, cg_node_bytes(node)};
+        const char *variant = plan->kernels ? plan->kernels[t].variant : "";
         int k = 0;
-        while (k < r->n_ops && (strcmp(r->ops[k].op, node->op->name) || r->ops[k].pass != node->pass)) k++;
-        if (k == r->n_ops) r->ops[r->n_ops++] = (bench_op){.op = node->op->name, .pass = node->pass};
+        while (k < r->n_ops && (strcmp(r->ops[k].op, node->op->name) || r->ops[k].pass != node->pass ||
+                                strcmp(r->ops[k].variant, variant)))
+            k++;
+        if (k == r->n_ops)
+            r->ops[r->n_ops++] = (bench_op){.op = node->op->name, .variant = variant, .pass = node->pass};
         r->ops[k].n_nodes++;
         r->ops[k].us += node_us[t];
         r->ops[k].flops += cost.flops;

@@ -14,9 +14,9 @@ typedef struct bench_part {
 enum { BENCH_PARTS = 5 };
 extern const bench_part bench_parts[BENCH_PARTS];
 
-/* One op in one pass, all its nodes together. */
+/* One op in one pass by one kind of kernel, all its nodes together. */
 typedef struct bench_op {
-    const char *op;
+    const char *op, *variant; /* variant: of a device's kernels; "" on the CPU */
     cg_pass pass;
     int n_nodes;
     double us, flops, bytes;

@@ -3,6 +3,7 @@
  *
  *     gpu_bench repeat PART DIMS TOKENS DTYPE RUNS         the same bits in all runs, and close to the CPU
  *     gpu_bench time PART DIMS TOKENS DTYPE RUNS FILE      a row of a table, and one of JSON at the end of FILE
+ *     gpu_bench wgmma                                      are kernels made of wgmma, and does it do what mma.sync does
  *
  * Names are those of csagrad bench. Ends with 0, 1 (failed), 2 (bad usage or input), 77 (no device). */
 #include <errno.h>
@@ -231,10 +232,11 @@ static bool write_json(FILE *file, const bench_row *r, const part_bytes *b) {
         (long long)b->driver, floor);
     for (int k = 0; k < r->n_ops; k++)
         fprintf(file,
-                "%s\n  {\"op\": \"%s\", \"pass\": \"%s\", \"nodes\": %d, \"us\": %.9g, \"flops\": %.9g, "
-                "\"bytes\": %.9g, \"floor_us\": %.9g}",
-                k ? "," : "", r->ops[k].op, cg_pass_name(r->ops[k].pass), r->ops[k].n_nodes, r->ops[k].us,
-                r->ops[k].flops, r->ops[k].bytes, floor_us(r->dtype, r->ops[k].flops, r->ops[k].bytes));
+                "%s\n  {\"op\": \"%s\", \"variant\": \"%s\", \"pass\": \"%s\", \"nodes\": %d, \"us\": %.9g, "
+                "\"flops\": %.9g, \"bytes\": %.9g, \"floor_us\": %.9g}",
+                k ? "," : "", r->ops[k].op, r->ops[k].variant, cg_pass_name(r->ops[k].pass), r->ops[k].n_nodes,
+                r->ops[k].us, r->ops[k].flops, r->ops[k].bytes,
+                floor_us(r->dtype, r->ops[k].flops, r->ops[k].bytes));
     fprintf(file, "]}\n");
     return !ferror(file);
 }
@@ -293,18 +295,32 @@ static bool time_part(const task *t, const char *path, cg_error *error) {
     return ok;
 }
 
+static bool say_wgmma(cg_device *device, cg_error *error) {
+    cg_cuda_wgmma found;
+    if (!cg_cuda_try_wgmma(device, &found, error)) return false;
+    if (found == CG_WGMMA_DIFFERS)
+        return cg_fail(
+            error, CG_FAILED,
+            "wgmma and mma.sync give different bits: no kernel is made of wgmma, please report this");
+    puts(found == CG_WGMMA_WORKS ? "wgmma and mma.sync give the same bits: kernels are made of wgmma"
+                                 : "this device has no wgmma: kernels are made of mma.sync");
+    return true;
+}
+
 int main(int argc, char **argv) {
-    const bool repeats = argc == 7 && !strcmp(argv[1], "repeat"), times = argc == 8 && !strcmp(argv[1], "time");
+    const bool repeats = argc == 7 && !strcmp(argv[1], "repeat"), times = argc == 8 && !strcmp(argv[1], "time"),
+               tries_wgmma = argc == 2 && !strcmp(argv[1], "wgmma");
     cg_error error = {0};
     task t = {0};
-    if (!repeats && !times) {
+    if (!repeats && !times && !tries_wgmma) {
         fprintf(stderr, "usage: gpu_bench repeat PART DIMS TOKENS DTYPE RUNS | "
-                        "time PART DIMS TOKENS DTYPE RUNS FILE\n");
+                        "time PART DIMS TOKENS DTYPE RUNS FILE | wgmma\n");
         return CG_BAD_INPUT;
     }
-    bool ok = read_task(argv + 2, &t, &error);
+    bool ok = tries_wgmma || read_task(argv + 2, &t, &error);
     ok = ok && (t.device = cg_device_open(0, &error)) != NULL &&
          cg_cuda_backend(&t.backend, t.device, getenv("CSAGRAD_CUDA_VARIANT"), &error);
+    if (ok && tries_wgmma) ok = say_wgmma(t.device, &error);
     if (ok && repeats) ok = repeat(&t, &error);
     if (ok && times) ok = time_part(&t, argv[7], &error);
     cg_device_close(t.device);

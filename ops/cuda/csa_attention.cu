@@ -173,8 +173,8 @@ size_t attention_workspace(const cg_node *node) {
     return cg_piece(rows * sizeof(double)) + rows * sum_bytes(node);
 }
 
-template <bool WIDE> bool fast(const cg_run_args *args, cg_stream *stream) {
-    return check_rows(args, stream) && fast_attention<WIDE>(args, stream);
+template <forward_form FORM> bool fast(const cg_run_args *args, cg_stream *stream) {
+    return check_rows(args, stream) && fast_attention<FORM>(args, stream);
 }
 
 template <typename T> bool csa_attention(const cg_run_args *args, cg_stream *stream) {
@@ -370,11 +370,11 @@ template <typename T> bool csa_attention_grad(const cg_run_args *args, cg_stream
     return ok;
 }
 
-template <bool WIDE> bool fast_grad(const cg_run_args *args, cg_stream *stream) {
+template <grad_form FORM> bool fast_grad(const cg_run_args *args, cg_stream *stream) {
     const attention<cg_bf16> a = attention_of<cg_bf16>(args);
     const float *lse = (const float *)args->in[LSE].data;
     const cg_bf16 *dout = (const cg_bf16 *)args->in[DOUT].data;
-    return with_grad_shape(a.D, WIDE, [&](auto shape) {
+    return with_grad_shape<FORM>(a.D, [&](auto shape) {
         typedef decltype(shape) Shape;
         typedef gather_shape<Shape> G;
         const fast_grad_scratch<Shape> s(args->workspace, a.T_, a.H, a.C, a.K, a.W);
@@ -411,15 +411,23 @@ extern "C" const cg_cuda_op cg_cuda_csa_attention = {
                   .launch = {csa_attention<float>, csa_attention<double>, nullptr, csa_attention<cg_bf16>},
                   .workspace = attention_workspace},
                  {.name = "fast",
-                  .launch = {nullptr, nullptr, nullptr, fast<false>},
-                  .workspace = fast_workspace<false>,
+                  .launch = {nullptr, nullptr, nullptr, fast<FORWARD_FAST>},
+                  .workspace = fast_workspace<FORWARD_FAST>,
                   .fits = fast_fits,
+                  .shared = fast_shared<FORWARD_FAST>,
                   .least_sm = 80},
                  {.name = "fast_wide",
-                  .launch = {nullptr, nullptr, nullptr, fast<true>},
-                  .workspace = fast_workspace<true>,
+                  .launch = {nullptr, nullptr, nullptr, fast<FORWARD_WIDE>},
+                  .workspace = fast_workspace<FORWARD_WIDE>,
                   .fits = fast_wide_fits,
-                  .least_sm = 90}},
+                  .shared = fast_shared<FORWARD_WIDE>,
+                  .least_sm = 80},
+                 {.name = "wgmma",
+                  .launch = {nullptr, nullptr, nullptr, fast<FORWARD_GROUPS>},
+                  .workspace = fast_workspace<FORWARD_GROUPS>,
+                  .fits = fast_wide_fits,
+                  .shared = fast_shared<FORWARD_GROUPS>,
+                  .wgmma = true}},
     .describe = describe,
 };
 
@@ -430,14 +438,22 @@ extern "C" const cg_cuda_op cg_cuda_csa_attention_grad = {
                              csa_attention_grad<cg_bf16>},
                   .workspace = attention_grad_workspace},
                  {.name = "fast",
-                  .launch = {nullptr, nullptr, nullptr, fast_grad<false>},
-                  .workspace = fast_grad_workspace<false>,
+                  .launch = {nullptr, nullptr, nullptr, fast_grad<GRAD_FAST>},
+                  .workspace = fast_grad_workspace<GRAD_FAST>,
                   .fits = fast_grad_fits,
+                  .shared = fast_grad_shared<GRAD_FAST>,
                   .least_sm = 80},
                  {.name = "fast_wide",
-                  .launch = {nullptr, nullptr, nullptr, fast_grad<true>},
-                  .workspace = fast_grad_workspace<true>,
+                  .launch = {nullptr, nullptr, nullptr, fast_grad<GRAD_WIDE>},
+                  .workspace = fast_grad_workspace<GRAD_WIDE>,
                   .fits = fast_wide_grad_fits,
-                  .least_sm = 90}},
+                  .shared = fast_grad_shared<GRAD_WIDE>,
+                  .least_sm = 80},
+                 {.name = "wgmma",
+                  .launch = {nullptr, nullptr, nullptr, fast_grad<GRAD_GROUPS>},
+                  .workspace = fast_grad_workspace<GRAD_GROUPS>,
+                  .fits = fast_wide_grad_fits,
+                  .shared = fast_grad_shared<GRAD_GROUPS>,
+                  .wgmma = true}},
     .describe = describe,
 };

@@ -32,11 +32,26 @@
  * 790. With tiles of 32 keys (step 2: 512 bytes per mma), for sm_80 and its 164 KiB, it is 2.5 cycles per mma, where the
  * tensor cores need 2.
  *
- * Next: step 2 with heads and keys cut in two and D cut in two (4 loads for 8 mma, and 32 KiB of partial sums per tile): a
- * fifth less shared memory in all. wgmma (sm_90a) reads a tile from shared memory once per four warps, about 100 bytes per
- * 4096 FLOP, which would make the tensor cores the floor; with a producer warp (gathered rows are single rows: cp.async
- * stays) 60 % of 790. It would stand behind load_a_rows, load_b_rows and the
- * two loops over mma below, whose tiles already have its 128-byte swizzle. Not written: no machine here could have run it.
+ * Next for mma.sync: step 2 with heads and keys cut in two and D cut in two (4 loads for 8 mma, and 32 KiB of partial sums
+ * per tile): a fifth less shared memory in all.
+ *
+ * wgmma (sm_90a): the tensor cores read a tile from shared memory once for four warps. Two groups of four warps; in step 2 a
+ * group has all heads and half of the keys, in step 4 all heads and half of D, so that a thread has 16 logits and 128 sums as
+ * before, and steps 1 and 3 are the same code. Per tile of 64 keys:
+ *
+ *     step 2: 64 products m64n32k16                1024 cycles of the tensor cores; operands 3 KB each, 1536 of shared memory
+ *     step 4: 8 products m64n256k16                1024 cycles; 10 KB each, 640
+ *     keys put into shared memory, 64 KB           512
+ *     step 3: 16 logits per thread                 ~400 of instructions and exp, with two barriers
+ *
+ * Steps follow each other, 3100 - 3400 cycles per tile; ten tiles per row, 31 - 34 kcycle, 9 - 10 ms for 65536 rows. That is
+ * less than L2 takes for a tile and its logits: L2 is the floor, 10.9 ms with a teacher, 7.8 without. Tiles are fetched a
+ * turn ahead, logits are not: 14 - 15 ms expected with a teacher, 11 - 12 without, 370 - 500 TFLOP/s, 75 % of the floor.
+ * 209 KiB of shared memory, one block per multiprocessor.
+ *
+ * Next for wgmma: without a teacher, step 2 of the next tile beside step 4 of this one (a third buffer of keys does not fit:
+ * 48 keys per tile would); with one, masses of the chosen rows summed per tile and brought to the final lse later, in the
+ * place of logits through L2; step 2 with D cut between the groups, 1024 cycles of shared memory in the place of 1536.
  */
 #ifndef CG_OPS_CUDA_CSA_ATTENTION_FAST_CUH
 #define CG_OPS_CUDA_CSA_ATTENTION_FAST_CUH
@@ -63,18 +78,18 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_attention_kernel(atte
                                                                             float *lse, float *window_lse,
                                                                             cg_teacher mode, float *teacher,
                                                                             float4 *logits) {
-    constexpr int HEADS = Shape::HEADS, COLUMNS = Shape::COLUMNS, KEYS = Shape::KEYS,
-                  KEY_TILES = Shape::KEY_TILES, HEAD_TILES = Shape::HEAD_TILES,
-                  COLUMN_TILES = Shape::COLUMN_TILES, ALONG_KEYS = Shape::ALONG_KEYS,
-                  ALONG_HEADS = Shape::ALONG_HEADS;
+    constexpr int HEADS = Shape::HEADS, KEYS = Shape::KEYS, KEY_TILES = Shape::KEY_TILES,
+                  HEAD_TILES = Shape::HEAD_TILES, COLUMN_TILES = Shape::COLUMN_TILES,
+                  ALONG_KEYS = Shape::ALONG_KEYS, ALONG_HEADS = Shape::ALONG_HEADS;
     CG_DYNAMIC_SHARED(forward_shared<Shape>, s);
-    const tile<COLUMNS> q_tile = {s->q};
-    const tile<KEYS> p_tile = {s->p};
+    const typename Shape::head_tile q_tile = {s->q};
+    const typename Shape::weight_tile p_tile = {s->p};
     const thread_place<Shape> my;
     const int tid = my.tid, group = my.group, quad = my.quad, along_keys = my.along_keys, head = my.head;
-    const auto q_lane = a_rows<COLUMNS>(my.along_heads * 16), column_lane = b_columns<COLUMNS>(0),
-               key_lane = key_rows<Shape>(along_keys);
-    const auto p_lane = a_rows<KEYS>(0);
+    const auto q_lane = a_rows<typename Shape::head_tile>(my.along_heads * 16);
+    const auto key_lane = key_rows<Shape>(along_keys), column_lane = b_columns<typename Shape::key_tile>(0);
+    const auto p_lane = a_rows<typename Shape::weight_tile>(0);
+    warpgroup products; /* of GROUPS */
     const int T = (int)a.T_, H = (int)a.H, D = (int)a.D, K = (int)a.K;
     const int most_chosen_tiles = (K + KEYS - 1) / KEYS;
 
@@ -123,6 +138,7 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_attention_kernel(atte
 
             for (int i = 0; i < n_tiles; i++) {
                 cg_cp_async_wait<0>();
+                products.shared_written();
                 __syncthreads();
                 if (i == window_tiles) {
                     close_part(0);
@@ -135,7 +151,14 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_attention_kernel(atte
 
                 /* logits of 16 heads and OWN_KEYS keys */
                 float logit[1][KEY_TILES][4] = {}, (&x)[KEY_TILES][4] = logit[0];
-                row_products<Shape, 1>(logit, {q_tile}, q_lane, tiles.keys(i), key_lane);
+                if constexpr (Shape::GROUPS) {
+                    products.begin();
+                    products.set_rows(x, q_tile, 0, tiles.keys(i), along_keys * Shape::OWN_KEYS);
+                    products.commit();
+                    products.template wait<0>(x);
+                } else {
+                    row_products<Shape, 1>(logit, {q_tile}, q_lane, tiles.keys(i), key_lane);
+                }
                 float highest[2] = {-cg_infinity<float>, -cg_infinity<float>};
 #pragma unroll
                 for (int n = 0; n < KEY_TILES; n++)
@@ -178,25 +201,33 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_attention_kernel(atte
                         store_pair(p_tile, head + 8 * r, my.key + n * 8, e0 * to_out, e1 * to_out);
                     }
                 }
+                products.shared_written();
                 __syncthreads();
 
                 /* out */
                 bool same = true;
 #pragma unroll
-                for (int m = 0; m < 2 * HEAD_TILES; m++) same = same && s->factor[m * 8 + group] == 1;
+                for (int m = 0; m < 2 * HEAD_TILES; m++) same = same && s->factor[my.sum_head + m * 8] == 1;
                 if (!__all_sync(0xffffffffu, same))
 #pragma unroll
                     for (int m = 0; m < HEAD_TILES; m++)
 #pragma unroll
                         for (int r = 0; r < 2; r++) {
-                            const float factor = s->factor[m * 16 + group + 8 * r];
+                            const float factor = s->factor[my.sum_head + m * 16 + 8 * r];
 #pragma unroll
                             for (int n = 0; n < COLUMN_TILES; n++) {
                                 sum[m][n][2 * r] *= factor;
                                 sum[m][n][2 * r + 1] *= factor;
                             }
                         }
-                add_weighted_tile<Shape>(sum, p_tile, p_lane, tiles.keys(i), column_lane, my.own_pieces);
+                if constexpr (Shape::GROUPS) {
+                    products.begin(sum[0]);
+                    products.add_columns(sum[0], p_tile, tiles.keys(i), my.own_pieces);
+                    products.commit();
+                    products.template wait<0>(sum[0]);
+                } else {
+                    add_weighted_tile<Shape>(sum, p_tile, p_lane, tiles.keys(i), column_lane, my.own_pieces);
+                }
             }
             cg_cp_async_wait<0>();
             __syncthreads();
@@ -308,11 +339,23 @@ template <typename Shape> size_t fast_logits_bytes(int64_t T, int64_t K) {
            Shape::KEYS * sizeof(float);
 }
 
-/* Calls use(shape) with the tiles for rows of H heads of D numbers. wide: shared memory has room for more keys. */
-template <typename F> auto with_forward_shape(int64_t H, int64_t D, bool wide, F use) {
-    if (D <= 128) return H <= 16 ? use(tile_shape<16, 128, 64, 2>()) : use(tile_shape<64, 128, 32, 2>());
-    if (H <= 16) return use(tile_shape<16, 512, 64, 1>());
-    return wide ? use(tile_shape<64, 512, 64, 1>()) : use(tile_shape<64, 512, 32, 1>());
+/* Which products: of warps, with tiles of keys that 163 KiB of shared memory hold or of twice as many, or of groups. */
+enum forward_form { FORWARD_FAST, FORWARD_WIDE, FORWARD_GROUPS };
+
+/* Calls use(shape) with the tiles for rows of H heads of D numbers. */
+template <forward_form FORM, typename F> auto with_forward_shape(int64_t H, int64_t D, F use) {
+    if constexpr (FORM == FORWARD_WIDE) {
+        return use(tile_shape<64, 512, 64, 1>());
+    } else if constexpr (FORM == FORWARD_GROUPS) {
+        return use(tile_shape<64, 512, 64, 1, BY_GROUPS>());
+    } else {
+        if (D <= 128) return H <= 16 ? use(tile_shape<16, 128, 64, 2>()) : use(tile_shape<64, 128, 32, 2>());
+        return H <= 16 ? use(tile_shape<16, 512, 64, 1>()) : use(tile_shape<64, 512, 32, 1>());
+    }
+}
+
+template <forward_form FORM, typename F> auto with_forward_shape_of(const cg_node *node, F use) {
+    return with_forward_shape<FORM>(cg_dim(node->in[Q], 1), cg_dim(node->in[Q], 2), use);
 }
 
 inline bool fast_fits(const cg_node *node) {
@@ -324,18 +367,23 @@ inline bool fast_wide_fits(const cg_node *node) {
     return fast_fits(node) && cg_dim(node->in[Q], 1) > 16 && cg_dim(node->in[Q], 2) > 128;
 }
 
-template <bool WIDE> size_t fast_workspace(const cg_node *node) {
+template <forward_form FORM> size_t fast_workspace(const cg_node *node) {
     if (((const csa_attention_attr *)node->attr)->teacher == CG_TEACHER_NONE) return 0;
     const int64_t T = cg_dim(node->in[Q], 0), K = cg_dim(node->in[TOPK], 1);
-    return with_forward_shape(cg_dim(node->in[Q], 1), cg_dim(node->in[Q], 2), WIDE,
-                              [&](auto shape) { return fast_logits_bytes<decltype(shape)>(T, K); });
+    return with_forward_shape_of<FORM>(node,
+                                       [&](auto shape) { return fast_logits_bytes<decltype(shape)>(T, K); });
 }
 
-template <bool WIDE> bool fast_attention(const cg_run_args *args, cg_stream *stream) {
+template <forward_form FORM> size_t fast_shared(const cg_node *node) {
+    return with_forward_shape_of<FORM>(
+        node, [](auto shape) { return CG_STATIC_BYTES + sizeof(forward_shared<decltype(shape)>); });
+}
+
+template <forward_form FORM> bool fast_attention(const cg_run_args *args, cg_stream *stream) {
     const attention<cg_bf16> a = attention_of<cg_bf16>(args);
     const cg_teacher mode = ((const csa_attention_attr *)args->attr)->teacher;
     const bool taught = mode != CG_TEACHER_NONE;
-    return with_forward_shape(a.H, a.D, WIDE, [&](auto shape) {
+    return with_forward_shape<FORM>(a.H, a.D, [&](auto shape) {
         typedef decltype(shape) Shape;
         return CG_LAUNCH(fast_attention_kernel<Shape>, fast_blocks(a.T_, taught), FAST_THREADS,
                          sizeof(forward_shared<Shape>), stream, a, (cg_bf16 *)args->out[0].data,

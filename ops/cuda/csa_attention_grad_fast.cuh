@@ -28,9 +28,15 @@
  * add: 90 - 105 ms, 180 - 210 TFLOP/s, a quarter of 790. Groups of 32 heads, for sm_80 and its 164 KiB, load keys twice for
  * H = 64 and write two parts.
  *
- * Next: `out` beside dout would give delta without the first walk (36 of 174 kcycle per row less, for a saved tensor more);
- * parts of 64 columns at a time would load p and dx half as often, but need 32 registers more than there are; wgmma as in
- * csa_attention_fast.cuh. */
+ * wgmma (sm_90a) makes the products that read most, q.key and dout.key: of two groups of four warps one multiplies q and the
+ * other dout, m64n32k16, and they exchange halves through shared memory, so that all else is the same code. Per tile of 32
+ * keys 64 products of 16 cycles of the tensor cores and 24 of shared memory, and 128 for the exchange: 67 kcycle per row in
+ * the place of 123. In all 118, 35 ms; 55 - 65 % of that and the gather kernels: 65 - 75 ms, 260 - 295 TFLOP/s.
+ *
+ * Next: `out` beside dout would give delta without the first walk (33 of 118 kcycle per row less, 36 of 174 by mma.sync, for
+ * a saved tensor more); parts of 64 columns at a time would load p and dx half as often, but need 32 registers more than
+ * there are. By wgmma: parts with columns as the rows of the products and keys as their columns, whose sums are 16 per
+ * thread for 64 columns (another order of key_parts); dq, whose weights are 32 keys wide, in slabs of 64 bytes. */
 #ifndef CG_OPS_CUDA_CSA_ATTENTION_GRAD_FAST_CUH
 #define CG_OPS_CUDA_CSA_ATTENTION_GRAD_FAST_CUH
 
@@ -43,6 +49,7 @@ template <typename Shape> struct grad_shared {
     cg_bf16 q[Shape::HEADS * Shape::COLUMNS], g[Shape::HEADS * Shape::COLUMNS];
     cg_bf16 p[Shape::HEADS * Shape::KEYS], dx[Shape::HEADS * Shape::KEYS];
     key_buffers<Shape> buffers;
+    alignas(16) key_swap<Shape> swap; /* of groups */
     float sum[Shape::ALONG_KEYS][Shape::HEADS], delta[Shape::HEADS], lse[Shape::HEADS];
 };
 
@@ -72,15 +79,18 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_grad_kernel(attention
                                                                        const cg_bf16 *dout, const int32_t *live,
                                                                        cg_bf16 *dq, float *delta,
                                                                        key_parts<Shape> parts) {
-    constexpr int HEADS = Shape::HEADS, COLUMNS = Shape::COLUMNS, KEYS = Shape::KEYS,
-                  KEY_TILES = Shape::KEY_TILES, TILES = key_parts<Shape>::TILES;
+    constexpr int HEADS = Shape::HEADS, KEYS = Shape::KEYS, KEY_TILES = Shape::KEY_TILES,
+                  TILES = key_parts<Shape>::TILES;
     CG_DYNAMIC_SHARED(grad_shared<Shape>, s);
-    const tile<COLUMNS> q_tile = {s->q}, g_tile = {s->g};
-    const tile<KEYS> p_tile = {s->p}, dx_tile = {s->dx};
+    typedef typename Shape::head_tile head_tile;
+    typedef typename Shape::key_tile key_tile;
+    typedef typename Shape::weight_tile weight_tile;
+    const head_tile q_tile = {s->q}, g_tile = {s->g};
+    const weight_tile p_tile = {s->p}, dx_tile = {s->dx};
     const thread_place<Shape> my;
-    const auto head_lane = a_rows<COLUMNS>(my.along_heads * 16), column_lane = b_columns<COLUMNS>(0),
-               key_lane = key_rows<Shape>(my.along_keys);
-    const auto weight_lane = a_rows<KEYS>(0), turned_lane = a_columns<KEYS>(0);
+    const auto head_lane = a_rows<head_tile>(my.along_heads * 16), row_lane = b_columns<head_tile>(0);
+    const auto key_lane = key_rows<Shape>(my.along_keys), column_lane = b_columns<key_tile>(0);
+    const auto weight_lane = a_rows<weight_tile>(0), turned_lane = a_columns<weight_tile>(0);
     const int H = (int)a.H, D = (int)a.D;
 
     key_tiles<Shape>::clear_rest(s->buffers, D);
@@ -101,19 +111,23 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_grad_kernel(attention
         cg_cp_async_commit();
 
         float sum[Shape::HEAD_TILES][Shape::COLUMN_TILES][4] = {}; /* dq */
-        float own_delta[2] = {0, 0};                               /* of heads `head` and head + 8 */
+        /* delta's part of own keys, of heads `head` and head + 8; dq's sums are free in the first walk */
+        float *const own_delta[2] = {&sum[0][0][0], &sum[0][0][2]};
         if (my.tid < HEADS) s->lse[my.tid] = my.tid < heads ? lse[at_head(my.tid)] : cg_infinity<float>;
 
         for (int step = 0; step < 2 * n; step++) {
             const int i = tile_of(step);
             cg_cp_async_wait<0>();
+            warpgroup().shared_written();
             __syncthreads();
             if (step == n) {
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
-                    own_delta[r] += __shfl_xor_sync(0xffffffffu, own_delta[r], 1);
-                    own_delta[r] += __shfl_xor_sync(0xffffffffu, own_delta[r], 2);
-                    if (my.quad == 0) s->sum[my.along_keys][my.head + 8 * r] = own_delta[r];
+                    float of_keys = *own_delta[r];
+                    *own_delta[r] = 0;
+                    of_keys += __shfl_xor_sync(0xffffffffu, of_keys, 1);
+                    of_keys += __shfl_xor_sync(0xffffffffu, of_keys, 2);
+                    if (my.quad == 0) s->sum[my.along_keys][my.head + 8 * r] = of_keys;
                 }
                 __syncthreads();
                 if (my.tid < HEADS) {
@@ -129,7 +143,10 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_grad_kernel(attention
             cg_cp_async_commit();
 
             float x[2][KEY_TILES][4] = {}; /* q.key, g.key */
-            row_products<Shape, 2>(x, {q_tile, g_tile}, head_lane, tiles.keys(step), key_lane);
+            if constexpr (Shape::PRODUCTS == ROWS_BY_GROUPS)
+                group_row_products<Shape>(x, {q_tile, g_tile}, tiles.keys(step), s->swap);
+            else
+                row_products<Shape, 2>(x, {q_tile, g_tile}, head_lane, tiles.keys(step), key_lane);
 #pragma unroll
             for (int k = 0; k < KEY_TILES; k++)
 #pragma unroll
@@ -142,7 +159,7 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_grad_kernel(attention
                 for (int k = 0; k < KEY_TILES; k++)
 #pragma unroll
                     for (int e = 0; e < 4; e++)
-                        own_delta[e / 2] = cg_fma(x[0][k][e], x[1][k][e], own_delta[e / 2]);
+                        *own_delta[e / 2] = cg_fma(x[0][k][e], x[1][k][e], *own_delta[e / 2]);
                 continue;
             }
 #pragma unroll
@@ -169,15 +186,15 @@ CG_GLOBAL CG_BOUNDS(FAST_THREADS, Shape::BLOCKS) void fast_grad_kernel(attention
                 for (int h = 0; h < HEADS / 16; h++)
 #pragma unroll
                     for (int role = 0; role < 2; role++) {
-                        const tile<KEYS> weights = role ? dx_tile : p_tile;
-                        const tile<COLUMNS> rows = role ? q_tile : g_tile;
+                        const weight_tile weights = role ? dx_tile : p_tile;
+                        const head_tile rows = role ? q_tile : g_tile;
                         uint32_t wa[KEYS / 16][4], rb[TILES / 2][4];
 #pragma unroll
                         for (int m = 0; m < KEYS / 16; m++)
                             load_a_columns(wa[m], down(weights, h * 16), turned_lane, 0, 2 * m);
 #pragma unroll
                         for (int k = 0; k < TILES / 2; k++)
-                            load_b_columns(rb[k], down(rows, h * 16), column_lane, piece & ~7,
+                            load_b_columns(rb[k], down(rows, h * 16), row_lane, piece & ~7,
                                            (piece & 7) + 2 * k);
 #pragma unroll
                         for (int m = 0; m < KEYS / 16; m++)
@@ -352,9 +369,16 @@ template <typename Shape> struct fast_grad_scratch {
     }
 };
 
-template <typename F> auto with_grad_shape(int64_t D, bool wide, F use) {
-    if (D <= 128) return use(tile_shape<32, 128, 32, 2>());
-    return wide ? use(tile_shape<64, 512, 32, 1>()) : use(tile_shape<32, 512, 32, 1>());
+/* As forward_form. */
+enum grad_form { GRAD_FAST, GRAD_WIDE, GRAD_GROUPS };
+
+template <grad_form FORM, typename F> auto with_grad_shape(int64_t D, F use) {
+    if constexpr (FORM == GRAD_WIDE)
+        return use(tile_shape<64, 512, 32, 1>());
+    else if constexpr (FORM == GRAD_GROUPS)
+        return use(tile_shape<64, 512, 32, 1, ROWS_BY_GROUPS>());
+    else
+        return D <= 128 ? use(tile_shape<32, 128, 32, 2>()) : use(tile_shape<32, 512, 32, 1>());
 }
 
 inline bool fast_grad_fits(const cg_node *node) {
@@ -367,12 +391,18 @@ inline bool fast_wide_grad_fits(const cg_node *node) {
     return fast_grad_fits(node) && cg_dim(node->in[Q], 1) > 32 && cg_dim(node->in[Q], 2) > 128;
 }
 
-template <bool WIDE> size_t fast_grad_workspace(const cg_node *node) {
-    return with_grad_shape(cg_dim(node->in[Q], 2), WIDE, [&](auto shape) {
+template <grad_form FORM> size_t fast_grad_workspace(const cg_node *node) {
+    return with_grad_shape<FORM>(cg_dim(node->in[Q], 2), [&](auto shape) {
         return fast_grad_scratch<decltype(shape)>(nullptr, cg_dim(node->in[Q], 0), cg_dim(node->in[Q], 1),
                                                   cg_dim(node->in[CKV], 0), cg_dim(node->in[TOPK], 1),
                                                   ((const csa_attention_attr *)node->attr)->window)
             .bytes;
+    });
+}
+
+template <grad_form FORM> size_t fast_grad_shared(const cg_node *node) {
+    return with_grad_shape<FORM>(cg_dim(node->in[Q], 2), [](auto shape) {
+        return CG_STATIC_BYTES + sizeof(grad_shared<decltype(shape)>);
     });
 }
 

@@ -4,27 +4,39 @@
 #define CG_OPS_CUDA_CSA_ATTENTION_TILES_CUH
 
 #include "ops/cuda/csa_attention.cuh"
-#include "ops/cuda/tile.cuh"
+#include "ops/cuda/wgmma.cuh"
 
 namespace {
 
 enum { FAST_WARPS = 8, FAST_THREADS = 32 * FAST_WARPS };
 
+/* Who makes the products of a block: warps, by mma.sync; two groups of four warps those over columns, or all, by wgmma, for
+ * which there must be 64 heads (wgmma.cuh). */
+enum products_by { BY_WARPS, ROWS_BY_GROUPS, BY_GROUPS };
+
 /* Tiles of a block: HEADS heads (a multiple of 16) of a row, keys of COLUMNS numbers, KEYS at a time. BLOCKS of a
  * multiprocessor bound the registers. */
-template <int HEADS_, int COLUMNS_, int KEYS_, int BLOCKS_> struct tile_shape {
+template <int HEADS_, int COLUMNS_, int KEYS_, int BLOCKS_, products_by PRODUCTS_ = BY_WARPS>
+struct tile_shape {
     static constexpr int HEADS = HEADS_, COLUMNS = COLUMNS_, KEYS = KEYS_, BLOCKS = BLOCKS_;
+    static constexpr products_by PRODUCTS = PRODUCTS_;
+    static constexpr bool SLABS = PRODUCTS != BY_WARPS, GROUPS = PRODUCTS == BY_GROUPS;
     static constexpr int PIECES = COLUMNS / PIECE;
+    typedef tile<COLUMNS, SLABS ? HEADS : 0> head_tile;
+    typedef tile<COLUMNS, SLABS ? KEYS : 0> key_tile;
+    typedef tile<KEYS, GROUPS ? HEADS : 0> weight_tile;
     /* products [HEADS, KEYS]: warps side by side along the heads, 16 each, and along the keys */
     static constexpr int ALONG_HEADS = HEADS / 16, ALONG_KEYS = FAST_WARPS / ALONG_HEADS;
     static constexpr int OWN_KEYS = KEYS / ALONG_KEYS, KEY_TILES = OWN_KEYS / 8;
     static constexpr int STEPS = KEY_TILES % 2 ? 2 : 1; /* of 16 columns, that one load of keys is for */
-    /* products [HEADS, COLUMNS]: a warp has all heads, and these columns */
-    static constexpr int HEAD_TILES = HEADS / 16, OWN_COLUMNS = COLUMNS / FAST_WARPS,
-                         COLUMN_TILES = OWN_COLUMNS / 8;
+    /* products [HEADS, COLUMNS]: a warp has all heads and these columns; of groups, 16 heads as above, and each group has
+     * its columns */
+    static constexpr int HEAD_TILES = GROUPS ? 1 : HEADS / 16,
+                         OWN_COLUMNS = COLUMNS / (GROUPS ? 2 : FAST_WARPS), COLUMN_TILES = OWN_COLUMNS / 8;
     static_assert(ALONG_HEADS <= FAST_WARPS && OWN_KEYS % 8 == 0 && COLUMN_TILES % 2 == 0, "whole fragments");
     static_assert(KEYS * PIECES % FAST_THREADS == 0 && KEYS <= FAST_THREADS && HEADS <= FAST_THREADS,
                   "threads");
+    static_assert(!SLABS || (HEADS == 64 && FAST_THREADS == 2 * GROUP_THREADS), "two groups");
 };
 
 /* Where a thread stands in the products. */
@@ -33,12 +45,14 @@ template <typename Shape> struct thread_place {
     int along_heads, along_keys;
     int head;       /* its products [HEADS, KEYS] are of heads `head` and head + 8 ... */
     int key;        /* ... and of keys key + 8 n and key + 8 n + 1 */
-    int own_pieces; /* of products [HEADS, COLUMNS]: the first */
+    int sum_head;   /* of products [HEADS, COLUMNS]: the first head, of others 8 further, ... */
+    int own_pieces; /* ... and the first piece */
     CG_MEMBER thread_place()
         : tid((int)threadIdx.x), warp(tid / 32), group(tid % 32 / 4), quad(tid % 4),
           along_heads(warp % Shape::ALONG_HEADS), along_keys(warp / Shape::ALONG_HEADS),
           head(along_heads * 16 + group), key(along_keys * Shape::OWN_KEYS + 2 * quad),
-          own_pieces(warp * (Shape::OWN_COLUMNS / PIECE)) {}
+          sum_head(Shape::GROUPS ? head : group),
+          own_pieces((Shape::GROUPS ? along_keys : warp) * (Shape::OWN_COLUMNS / PIECE)) {}
 };
 
 /* Two tiles of keys in shared memory, and the rows of kv or ckv that they come from (-1: none) for three. */
@@ -82,7 +96,7 @@ template <typename Shape> struct key_tiles {
     static CG_MEMBER void clear_rest(key_buffers<Shape> &s, int D) {
         for (int n = (int)threadIdx.x; n < 2 * Shape::KEYS * Shape::PIECES; n += FAST_THREADS)
             if (n % Shape::PIECES * PIECE >= D)
-                set_zero(tile<Shape::COLUMNS>{s.keys[n / (Shape::KEYS * Shape::PIECES)]}.piece(
+                set_zero(typename Shape::key_tile{s.keys[n / (Shape::KEYS * Shape::PIECES)]}.piece(
                     n / Shape::PIECES % Shape::KEYS, n % Shape::PIECES));
     }
 
@@ -102,7 +116,7 @@ template <typename Shape> struct key_tiles {
     /* Send for tile i; zeros in the place of no row. */
     CG_MEMBER void fetch(int step, int i) const {
         const cg_bf16 *from = i < window_tiles ? a.kv : a.ckv;
-        const tile<Shape::COLUMNS> to = keys(step);
+        const typename Shape::key_tile to = keys(step);
         const int D = (int)a.D;
 #pragma unroll
         for (int n = (int)threadIdx.x; n < Shape::KEYS * Shape::PIECES; n += FAST_THREADS) {
@@ -116,13 +130,13 @@ template <typename Shape> struct key_tiles {
         }
     }
 
-    CG_MEMBER tile<Shape::COLUMNS> keys(int step) const { return {s.keys[step % 2]}; }
+    CG_MEMBER typename Shape::key_tile keys(int step) const { return {s.keys[step % 2]}; }
     CG_MEMBER bool has(int step, int key) const { return s.index[step % 3][key] >= 0; }
 };
 
 /* Send for `heads` rows of D numbers; zeros below and beside them. */
 template <typename Shape>
-CG_DEVICE void fetch_heads(tile<Shape::COLUMNS> to, const cg_bf16 *from, int heads, int D) {
+CG_DEVICE void fetch_heads(typename Shape::head_tile to, const cg_bf16 *from, int heads, int D) {
     for (int n = (int)threadIdx.x; n < Shape::HEADS * Shape::PIECES; n += FAST_THREADS) {
         const int row = n / Shape::PIECES, p = n % Shape::PIECES;
         if (row < heads && p * PIECE < D)
@@ -134,9 +148,9 @@ CG_DEVICE void fetch_heads(tile<Shape::COLUMNS> to, const cg_bf16 *from, int hea
 
 /* x[o] += rows of heads[o] times rows of keys, over all columns: 16 heads and OWN_KEYS keys per warp. */
 template <typename Shape, int N>
-CG_DEVICE void row_products(float x[N][Shape::KEY_TILES][4], const tile<Shape::COLUMNS> (&heads)[N],
-                            lane_piece<Shape::COLUMNS> head_lane, tile<Shape::COLUMNS> keys,
-                            lane_piece<Shape::COLUMNS> key_lane) {
+CG_DEVICE void row_products(float x[N][Shape::KEY_TILES][4], const typename Shape::head_tile (&heads)[N],
+                            lane_piece<typename Shape::head_tile> head_lane, typename Shape::key_tile keys,
+                            lane_piece<typename Shape::key_tile> key_lane) {
     constexpr int STEPS = Shape::STEPS, KEY_TILES = Shape::KEY_TILES;
     uint32_t a[2][N][STEPS][4], b[2][KEY_TILES][STEPS][2]; /* the next ones while these are multiplied */
     const auto load = [&](int to, int p8, int p) {
@@ -169,18 +183,53 @@ CG_DEVICE void row_products(float x[N][Shape::KEY_TILES][4], const tile<Shape::C
         }
 }
 
+/* As row_products of two, x set. The first group multiplies heads[0] by all keys, the second heads[1], and they exchange
+ * what belongs to the other's keys by way of `swap`. By the whole block, which comes together in it. */
+template <typename Shape> using key_swap = float4[Shape::KEY_TILES][FAST_THREADS];
+template <typename Shape>
+CG_DEVICE void group_row_products(float (&x)[2][Shape::KEY_TILES][4],
+                                  const typename Shape::head_tile (&heads)[2], typename Shape::key_tile keys,
+                                  key_swap<Shape> &swap) {
+    constexpr int KEY_TILES = Shape::KEY_TILES;
+    const int tid = (int)threadIdx.x, group = tid / GROUP_THREADS;
+    warpgroup products;
+    float all[2 * KEY_TILES][4];
+    products.begin();
+    products.set_rows(all, group ? heads[1] : heads[0], 0, keys, 0);
+    products.commit();
+    products.template wait<0>(all);
+#pragma unroll
+    for (int n = 0; n < KEY_TILES; n++) {
+        float theirs[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) theirs[e] = group ? all[n][e] : all[KEY_TILES + n][e];
+        swap[n][tid] = make_float4(theirs[0], theirs[1], theirs[2], theirs[3]);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < KEY_TILES; n++) {
+        const float4 other = swap[n][tid ^ GROUP_THREADS];
+        const float got[4] = {other.x, other.y, other.z, other.w};
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            x[0][n][e] = group ? got[e] : all[n][e];
+            x[1][n][e] = group ? all[KEY_TILES + n][e] : got[e];
+        }
+    }
+}
+
 /* This lane's piece of the rows of keys in row_products. */
-template <typename Shape> CG_DEVICE lane_piece<Shape::COLUMNS> key_rows(int along_keys) {
-    return Shape::STEPS == 1 ? b_rows<Shape::COLUMNS>(along_keys * Shape::OWN_KEYS)
-                             : b_rows_two_steps<Shape::COLUMNS>(along_keys * Shape::OWN_KEYS);
+template <typename Shape> CG_DEVICE lane_piece<typename Shape::key_tile> key_rows(int along_keys) {
+    return Shape::STEPS == 1 ? b_rows<typename Shape::key_tile>(along_keys * Shape::OWN_KEYS)
+                             : b_rows_two_steps<typename Shape::key_tile>(along_keys * Shape::OWN_KEYS);
 }
 
 /* sum += weights [HEADS, KEYS] times keys: all heads and OWN_COLUMNS columns per warp. */
 template <typename Shape>
-CG_DEVICE void add_weighted_tile(float sum[Shape::HEAD_TILES][Shape::COLUMN_TILES][4],
-                                 tile<Shape::KEYS> weights, lane_piece<Shape::KEYS> weight_lane,
-                                 tile<Shape::COLUMNS> keys, lane_piece<Shape::COLUMNS> column_lane,
-                                 int own_pieces) {
+CG_DEVICE void
+add_weighted_tile(float sum[Shape::HEAD_TILES][Shape::COLUMN_TILES][4], typename Shape::weight_tile weights,
+                  lane_piece<typename Shape::weight_tile> weight_lane, typename Shape::key_tile keys,
+                  lane_piece<typename Shape::key_tile> column_lane, int own_pieces) {
 #pragma unroll
     for (int k = 0; k < Shape::KEYS / 16; k++) {
         uint32_t a[Shape::HEAD_TILES][4];
@@ -204,18 +253,18 @@ CG_DEVICE void add_weighted_tile(float sum[Shape::HEAD_TILES][Shape::COLUMN_TILE
  * ends with threads apart. */
 template <typename Shape, typename Factor>
 CG_DEVICE void store_heads(const float sum[Shape::HEAD_TILES][Shape::COLUMN_TILES][4], Factor factor,
-                           tile<Shape::COLUMNS> staging, cg_bf16 *to, int heads, int D) {
+                           typename Shape::head_tile staging, cg_bf16 *to, int heads, int D) {
     const thread_place<Shape> my;
+    const auto lane = d_rows<typename Shape::head_tile>(my.sum_head - my.group, my.own_pieces);
 #pragma unroll
     for (int m = 0; m < Shape::HEAD_TILES; m++)
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const int head = m * 16 + my.group + 8 * r;
-            const float by = factor(head);
+            const float by = factor(my.sum_head + m * 16 + 8 * r);
 #pragma unroll
             for (int n = 0; n < Shape::COLUMN_TILES; n++)
-                store_pair(staging, head, my.warp * Shape::OWN_COLUMNS + n * 8 + 2 * my.quad,
-                           sum[m][n][2 * r] * by, sum[m][n][2 * r + 1] * by);
+                store_pair(down(staging, m * 16 + 8 * r), lane, n & ~7, n & 7, sum[m][n][2 * r] * by,
+                           sum[m][n][2 * r + 1] * by);
         }
     __syncthreads();
     for (int n = my.tid; n < heads * Shape::PIECES; n += FAST_THREADS)

@@ -13,9 +13,9 @@
 #define CG_MEMBER __device__ __forceinline__
 template <typename T> using cg_type = T; /* float[8][32] can stand before a name */
 #define CG_SHARED(type, name) __shared__ __align__(16) cg_type<type> name
-/* One block of bytes for all kernels of a file, under the name and type that each wants. */
+/* One block of bytes for all kernels of a file, under the name and type that each wants; where wgmma can read it. */
 #define CG_DYNAMIC_SHARED(type, name)                                                                          \
-    extern __shared__ __align__(128) unsigned char cg_dynamic_shared[];                                        \
+    extern __shared__ __align__(1024) unsigned char cg_dynamic_shared[];                                       \
     type *name = reinterpret_cast<type *>(cg_dynamic_shared)
 #define CG_FENCE() __threadfence()
 

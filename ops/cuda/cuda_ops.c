@@ -21,6 +21,12 @@ static const cg_cuda_op *const list[] = {
 
 static const cg_cuda_op *const list[] = {NULL};
 
+bool cg_cuda_try_wgmma(cg_device *device, cg_cuda_wgmma *found, cg_error *error) {
+    (void)device, (void)error;
+    *found = CG_WGMMA_NONE;
+    return true;
+}
+
 #endif
 
 const cg_cuda_op *cg_cuda_op_find(const char *op) {
@@ -29,20 +35,22 @@ const cg_cuda_op *cg_cuda_op_find(const char *op) {
     return NULL;
 }
 
-static bool can_run(const cg_cuda_variant *variant, const cg_node *node, int sm) {
-    return variant->name && variant->launch[cg_node_dtype(node)] && sm >= variant->least_sm &&
-           (!variant->fits || variant->fits(node));
+bool cg_cuda_can_run(const cg_backend *backend, const cg_cuda_variant *variant, const cg_node *node) {
+    cg_device_facts facts;
+    cg_device_facts_of(backend->device, &facts);
+    return variant->name && variant->launch[cg_node_dtype(node)] && facts.sm >= variant->least_sm &&
+           (!variant->wgmma || backend->abilities == CG_WGMMA_WORKS) &&
+           (!variant->fits || variant->fits(node)) &&
+           (!variant->shared || variant->shared(node) <= facts.shared_bytes);
 }
 
 static bool kernel_of(const cg_backend *backend, const cg_node *node, cg_device_kernel *kernel,
                       cg_error *error) {
     const char *forced = backend->kernels;
     const cg_cuda_op *op = cg_cuda_op_find(node->op->name);
-    cg_device_facts facts;
-    cg_device_facts_of(backend->device, &facts);
     const cg_cuda_variant *chosen = NULL;
     for (int v = 0; op && v < CG_CUDA_VARIANTS; v++) {
-        if (!can_run(&op->variants[v], node, facts.sm)) continue;
+        if (!cg_cuda_can_run(backend, &op->variants[v], node)) continue;
         chosen = &op->variants[v];
         if (forced && !strcmp(chosen->name, forced)) break;
     }
@@ -60,7 +68,11 @@ bool cg_cuda_backend(cg_backend *backend, cg_device *device, const char *variant
     enum { MOST_NAMES = 32 };
     const char *names[MOST_NAMES] = {NULL};
     int n = 0;
-    *backend = (cg_backend){device, NULL, kernel_of};
+    cg_device_facts facts;
+    cg_device_facts_of(device, &facts);
+    cg_cuda_wgmma wgmma = facts.emulated ? CG_WGMMA_WORKS : CG_WGMMA_NONE;
+    if (facts.sm == 90 && !facts.emulated && !cg_cuda_try_wgmma(device, &wgmma, error)) return false;
+    *backend = (cg_backend){device, NULL, wgmma, kernel_of};
     for (int i = 0; variant && list[i]; i++)
         for (int v = 0; v < CG_CUDA_VARIANTS && list[i]->variants[v].name; v++) {
             const char *name = list[i]->variants[v].name;

@@ -11,6 +11,7 @@
 #define CG_OPS_CUDA_INDEX_TILE_CUH
 
 #include "ops/cuda/indexer.cuh"
+#include "ops/cuda/tile.cuh"
 
 namespace {
 
@@ -18,12 +19,10 @@ constexpr int TILE_HEADS = 64, TILE_CHANNELS = 128; /* the most that it can do *
 
 /* ---- tiles of bf16 in shared memory, and the fragments of cg_mma_bf16_16x8x16 ----
  *
- * Pieces are 8 numbers, 16 bytes. A row of COLUMNS numbers is followed by an empty piece, so that the 8 rows of an
- * ldmatrix lie in different banks. */
+ * Unlike those of ops/cuda/tile.cuh, whose pieces are permuted, a row of COLUMNS numbers is followed by an empty piece, so
+ * that the 8 rows of an ldmatrix lie in different banks: fewer instructions for an address. */
 
-constexpr int PIECE = 8;
-
-template <int COLUMNS> struct tile {
+template <int COLUMNS> struct padded_tile {
     static constexpr int PIECES = COLUMNS / PIECE, PITCH = COLUMNS + PIECE;
     cg_bf16 *data;
     CG_MEMBER cg_bf16 *piece(int row, int p) const { return data + row * PITCH + p * PIECE; }
@@ -39,37 +38,49 @@ template <int COLUMNS> struct row_copy {
 
     /* threads: any number, of which this is `thread`; piece thread % PIECES is this one's. */
     CG_MEMBER row_copy(const cg_bf16 *matrix, int64_t length, int thread)
-        : pieces(matrix), n((uint32_t)length), p(thread % tile<COLUMNS>::PIECES), is_piece(p * PIECE < (int)n) {
+        : pieces(matrix), n((uint32_t)length), p(thread % padded_tile<COLUMNS>::PIECES),
+          is_piece(p * PIECE < (int)n) {
         if (is_piece) pieces += p * PIECE;
     }
-    CG_MEMBER void queue(tile<COLUMNS> to, int row, int from_row, bool is_row) const {
+    template <typename Tile> CG_MEMBER void queue(Tile to, int row, int from_row, bool is_row) const {
+        static_assert(Tile::PIECES == padded_tile<COLUMNS>::PIECES, "rows of COLUMNS");
         cg_cp_async_16(to.piece(row, p), pieces + (is_row ? (uint64_t)(uint32_t)from_row * n : 0),
                        is_piece && is_row);
     }
 };
 
 /* The left side: 16 rows from row0 on, columns of pieces p and p + 1. */
-template <int COLUMNS> CG_DEVICE void left_of_rows(uint32_t a[4], tile<COLUMNS> x, int row0, int p) {
+template <int COLUMNS> CG_DEVICE void left_of_rows(uint32_t a[4], padded_tile<COLUMNS> x, int row0, int p) {
     const int lane = (int)threadIdx.x % CG_WARP;
     cg_ldmatrix_x4(a, x.piece(row0 + lane % 16, p + lane / 16));
 }
 
 /* The left side out of columns: 16 columns, those of pieces p and p + 1, by 16 rows from row0 on. */
-template <int COLUMNS> CG_DEVICE void left_of_columns(uint32_t a[4], tile<COLUMNS> x, int row0, int p) {
+template <int COLUMNS> CG_DEVICE void left_of_columns(uint32_t a[4], padded_tile<COLUMNS> x, int row0, int p) {
     const int lane = (int)threadIdx.x % CG_WARP;
     cg_ldmatrix_x4_trans(a, x.piece(row0 + lane % 8 + lane / 16 * 8, p + lane / 8 % 2));
 }
 
 /* The right side, twice: columns are 8 rows from row0 on; summed over pieces p and p + 1, and p + 2 and p + 3. */
-template <int COLUMNS> CG_DEVICE void right_of_rows(uint32_t b[2][2], tile<COLUMNS> x, int row0, int p) {
+template <int COLUMNS> CG_DEVICE void right_of_rows(uint32_t b[2][2], padded_tile<COLUMNS> x, int row0, int p) {
     const int lane = (int)threadIdx.x % CG_WARP;
     cg_ldmatrix_x4(b[0], x.piece(row0 + lane % 8, p + lane / 8));
 }
 
 /* The right side, twice: columns are those of pieces p, and p + 1; summed over 16 rows from row0 on. */
-template <int COLUMNS> CG_DEVICE void right_of_columns(uint32_t b[2][2], tile<COLUMNS> x, int row0, int p) {
+template <int COLUMNS>
+CG_DEVICE void right_of_columns(uint32_t b[2][2], padded_tile<COLUMNS> x, int row0, int p) {
     const int lane = (int)threadIdx.x % CG_WARP;
     cg_ldmatrix_x4_trans(b[0], x.piece(row0 + lane % 16, p + lane / 16));
+}
+
+/* Sums over the 4 lanes of a group, that of part[t] in lane t. */
+CG_DEVICE float sum_of_lanes(const float part[4]) {
+    const int t = (int)threadIdx.x % 4;
+    const float a = t & 2 ? part[2] : part[0], b = t & 2 ? part[3] : part[1];
+    const float pair0 = a + __shfl_xor_sync(0xffffffffu, t & 2 ? part[0] : part[2], 2);
+    const float pair1 = b + __shfl_xor_sync(0xffffffffu, t & 2 ? part[1] : part[3], 2);
+    return (t & 1 ? pair1 : pair0) + __shfl_xor_sync(0xffffffffu, t & 1 ? pair0 : pair1, 1);
 }
 
 /* ---- one query ---- */
@@ -98,7 +109,7 @@ template <int DI> struct tile_query {
     }
 
     /* Scores of 16 keys, rows of a tile from row0 on: what this lane has of those of keys g and g + 8. */
-    CG_MEMBER void add_up(tile<DI> keys, int row0, float part[2]) const {
+    CG_MEMBER void add_up(padded_tile<DI> keys, int row0, float part[2]) const {
         float x[HEADS][4];
 #pragma unroll
         for (int n = 0; n < HEADS; n++) x[n][0] = x[n][1] = x[n][2] = x[n][3] = 0;
@@ -117,16 +128,12 @@ template <int DI> struct tile_query {
     }
 
     /* Scores of 32 keys, that of key `lane` for each lane. */
-    CG_MEMBER float scores(tile<DI> keys, int row0) const {
-        const int lane = (int)threadIdx.x % CG_WARP, t = lane % 4;
+    CG_MEMBER float scores(padded_tile<DI> keys, int row0) const {
+        const int lane = (int)threadIdx.x % CG_WARP;
         float part[4];
         add_up(keys, row0, part);
         add_up(keys, row0 + 16, part + 2);
-        /* Sums over the 4 lanes of a group, that of part[t] in lane t. */
-        const float a = t & 2 ? part[2] : part[0], b = t & 2 ? part[3] : part[1];
-        const float pair0 = a + __shfl_xor_sync(0xffffffffu, t & 2 ? part[0] : part[2], 2);
-        const float pair1 = b + __shfl_xor_sync(0xffffffffu, t & 2 ? part[1] : part[3], 2);
-        const float sum = (t & 1 ? pair1 : pair0) + __shfl_xor_sync(0xffffffffu, t & 1 ? pair0 : pair1, 1);
+        const float sum = sum_of_lanes(part);
         /* Lane (g, t) has key 8 t + g. */
         return __shfl_sync(0xffffffffu, sum, lane % 8 * 4 + lane / 8);
     }

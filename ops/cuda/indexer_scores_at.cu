@@ -57,8 +57,8 @@ CG_GLOBAL void CG_BOUNDS(FAST_THREADS, 1)
     /* Keys of slots j0 to j0 + 31 into a stage, a slot per lane; returns this lane's key, -1: none. */
     const row_copy<DI> copy(k, z.Di, lane);
     const auto queue = [&](int64_t j0, int stage) {
-        constexpr int PIECES = tile<DI>::PIECES;
-        const tile<DI> to = {tiles + (warp * TENSOR_STAGES + stage) * CG_WARP * tile<DI>::PITCH};
+        constexpr int PIECES = padded_tile<DI>::PIECES;
+        const padded_tile<DI> to = {tiles + (warp * TENSOR_STAGES + stage) * CG_WARP * padded_tile<DI>::PITCH};
         int32_t key = -1;
         if (j0 < z.K) {
             if (j0 + lane < z.K) key = (int32_t)listed(topk, t * z.K + j0 + lane, z.C, BAD_INDEX, fault);
@@ -78,8 +78,8 @@ CG_GLOBAL void CG_BOUNDS(FAST_THREADS, 1)
         const int32_t next = queue(j0 + CG_WARP, 1 - stage);
         cg_cp_async_wait<1>();
         __syncwarp();
-        const float score =
-            query.scores(tile<DI>{tiles + (warp * TENSOR_STAGES + stage) * CG_WARP * tile<DI>::PITCH}, 0);
+        const float score = query.scores(
+            padded_tile<DI>{tiles + (warp * TENSOR_STAGES + stage) * CG_WARP * padded_tile<DI>::PITCH}, 0);
         if (j0 + lane < z.K) scores[t * z.K + j0 + lane] = now >= 0 ? score : -cg_infinity<float>;
         __syncwarp(); /* all have read the stage */
         now = next;
@@ -88,12 +88,15 @@ CG_GLOBAL void CG_BOUNDS(FAST_THREADS, 1)
     cg_cp_async_wait<0>();
 }
 
+template <int DI>
+constexpr size_t tensor_bytes = FAST_ROWS *TENSOR_STAGES *CG_WARP *padded_tile<DI>::PITCH * sizeof(cg_bf16);
+
 template <int DI> bool tensor_launch(const cg_run_args *args, cg_stream *stream, const sizes &z) {
     const cg_tensor *in = args->in;
     return CG_LAUNCH(tensor_kernel<DI>, (unsigned)((z.T + FAST_ROWS - 1) / FAST_ROWS), FAST_THREADS,
-                     FAST_ROWS * TENSOR_STAGES * CG_WARP * tile<DI>::PITCH * sizeof(cg_bf16), stream,
-                     (const cg_bf16 *)in[Q].data, (const cg_bf16 *)in[W].data, (const cg_bf16 *)in[KEYS].data,
-                     (const int32_t *)in[TOPK].data, (float *)args->out[0].data, z, args->fault);
+                     tensor_bytes<DI>, stream, (const cg_bf16 *)in[Q].data, (const cg_bf16 *)in[W].data,
+                     (const cg_bf16 *)in[KEYS].data, (const int32_t *)in[TOPK].data, (float *)args->out[0].data,
+                     z, args->fault);
 }
 
 bool tensor(const cg_run_args *args, cg_stream *stream) {
@@ -179,11 +182,18 @@ bool fits(const cg_node *node) {
     return Hi <= AT_HEADS && Di <= AT_CHANNELS && (node->in[Q]->dtype != CG_BF16 || Di % PIECE == 0);
 }
 
+size_t fast_shared(const cg_node *node) {
+    return CG_STATIC_BYTES + (node->in[Q]->dtype != CG_BF16  ? sizeof(core_shared)
+                              : cg_dim(node->in[Q], 2) <= 32 ? tensor_bytes<32>
+                                                             : tensor_bytes<TILE_CHANNELS>);
+}
+
 } // namespace
 
 extern "C" const cg_cuda_op cg_cuda_indexer_scores_at = {
     .op = "indexer_scores_at",
-    .variants = {{.name = "plain", .launch = {plain<float>, plain<double>, nullptr, plain<cg_bf16>}},
-                 {.name = "fast", .launch = {core, nullptr, nullptr, tensor}, .fits = fits}},
+    .variants =
+        {{.name = "plain", .launch = {plain<float>, plain<double>, nullptr, plain<cg_bf16>}},
+         {.name = "fast", .launch = {core, nullptr, nullptr, tensor}, .fits = fits, .shared = fast_shared}},
     .describe = describe,
 };

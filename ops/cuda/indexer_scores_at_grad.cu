@@ -302,20 +302,22 @@ CG_GLOBAL void CG_BOUNDS(TENSOR_THREADS, 4)
                        const int32_t *topk, cg_bf16 *dq, cg_bf16 *dw, int64_t t0, sizes z, int64_t tiles,
                        fast_scratch s, cg_device_fault *fault) {
     CG_DYNAMIC_SHARED(cg_bf16, stages);
-    constexpr int STEPS = DI / 16, PIECES = tile<DI>::PIECES;
+    constexpr int STEPS = DI / 16, PIECES = padded_tile<DI>::PIECES;
     const int64_t r = blockIdx.x, t = t0 + r;
     const int lane = (int)threadIdx.x % CG_WARP, warp = (int)threadIdx.x / CG_WARP, g = lane / 4,
               c2 = lane % 4 * 2;
     const int h0 = warp * 32 + g; /* heads of this lane: h0 + 8 i */
-    entry *entries = s.entries + r * z.K;
-    const row_list list = list_at(stages + TENSOR_STAGES * TENSOR_KEYS * tile<DI>::PITCH, z.K);
+    const row_list list = list_at(stages + TENSOR_STAGES * TENSOR_KEYS * padded_tile<DI>::PITCH, z.K);
     const int n = list_row(list, dscores, topk, t, r, z, tiles, s, fault);
 
     /* Keys of step i into its stage: 16 slots, zeros where there is no key. A thread copies a piece of some rows. */
     constexpr int COPIES = TENSOR_KEYS * PIECES / TENSOR_THREADS;
     const row_copy<DI> copy(k, z.Di, (int)threadIdx.x);
+    const auto stage = [&](int i) {
+        return padded_tile<DI>{stages + (unsigned)i % TENSOR_STAGES * TENSOR_KEYS * padded_tile<DI>::PITCH};
+    };
     const auto queue = [&](int i) {
-        const tile<DI> to = {stages + i % TENSOR_STAGES * TENSOR_KEYS * tile<DI>::PITCH};
+        const padded_tile<DI> to = stage(i);
         if (i * TENSOR_KEYS < n)
 #pragma unroll
             for (int j = 0; j < COPIES; j++) {
@@ -329,50 +331,48 @@ CG_GLOBAL void CG_BOUNDS(TENSOR_THREADS, 4)
 
     uint32_t query[2][STEPS][4];
 #pragma unroll
-    for (int m = 0; m < 2; m++)
+    for (int m = 0; m < 4; m++) {
+        const int h = h0 + 8 * m;
+        const bool is_head = h < z.Hi;
+        const uint32_t *row = (const uint32_t *)(q + (t * z.Hi + (is_head ? h : 0)) * z.Di + c2); /* pairs */
 #pragma unroll
         for (int step = 0; step < STEPS; step++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int h = h0 + 16 * m + i % 2 * 8, d = 16 * step + i / 2 * 8;
-                query[m][step][i] =
-                    h < z.Hi && d < z.Di ? *(const uint32_t *)(q + (t * z.Hi + h) * z.Di + d + c2) : 0;
-            }
+            for (int half = 0; half < 2; half++)
+                query[m / 2][step][m % 2 + 2 * half] =
+                    is_head && 16 * step + 8 * half < z.Di ? row[8 * step + 4 * half] : 0;
+    }
     float dq_sum[2][DI / 8][4] = {}, dw_sum[2][2] = {};
     for (int i = 0; i * TENSOR_KEYS < n; i++) {
         cg_cp_async_wait<TENSOR_STAGES - 2>();
         __syncthreads();
         queue(i + TENSOR_STAGES - 1);
-        const tile<DI> keys = {stages + i % TENSOR_STAGES * TENSOR_KEYS * tile<DI>::PITCH};
-        /* x[m][n]: 16 heads by 8 slots */
-        float x[2][2][4] = {};
-#pragma unroll
-        for (int step = 0; step < STEPS; step += 2) {
-            uint32_t b[2][2][2];
-            right_of_rows(b[0], keys, 0, 2 * step);
-            right_of_rows(b[1], keys, 8, 2 * step);
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-#pragma unroll
-                for (int m = 0; m < 2; m++)
-#pragma unroll
-                    for (int of = 0; of < 2; of++)
-                        cg_mma_bf16_16x8x16(x[m][of], query[m][step + half], b[of][half]);
-        }
+        const padded_tile<DI> keys = stage(i);
         /* The second product is 1[x > 0] ds by k: its left side has the places of x. */
         uint32_t left[2][4],
             active[2]; /* of heads of this lane: 16 bits for the lower of two slots, then for the other */
 #pragma unroll
         for (int of = 0; of < 2; of++) {
+            float x[2][4] = {}; /* 16 heads each, by 8 slots */
+#pragma unroll
+            for (int step = 0; step < STEPS; step += 2) {
+                uint32_t b[2][2];
+                right_of_rows(b, keys, 8 * of, 2 * step);
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+#pragma unroll
+                    for (int m = 0; m < 2; m++) cg_mma_bf16_16x8x16(x[m], query[m][step + half], b[half]);
+            }
             const int slot = i * TENSOR_KEYS + 8 * of + c2;
-            const float ds[2] = {list.ds[slot], list.ds[slot + 1]};
+            const float2 both = *(const float2 *)&list.ds[slot];
+            const float ds[2] = {both.x, both.y};
             const uint32_t pair = cg_bf16_pair(ds[0], ds[1]);
             uint32_t on[2][2]; /* of heads g + 16 m + 8 row, all bits of a half alike */
 #pragma unroll
             for (int m = 0; m < 2; m++)
 #pragma unroll
                 for (int row = 0; row < 2; row++) {
-                    const float low = x[m][of][2 * row], high = x[m][of][2 * row + 1];
+                    const float low = x[m][2 * row], high = x[m][2 * row + 1];
                     if (low > 0) dw_sum[m][row] = cg_fma(ds[0], low, dw_sum[m][row]);
                     if (high > 0) dw_sum[m][row] = cg_fma(ds[1], high, dw_sum[m][row]);
                     on[m][row] = (low > 0 ? 0xffffu : 0) | (high > 0 ? 0xffff0000u : 0);
@@ -380,7 +380,17 @@ CG_GLOBAL void CG_BOUNDS(TENSOR_THREADS, 4)
                 }
             const uint32_t of_first = (on[0][0] & 0x0f0f0f0fu) | (on[0][1] & 0xf0f0f0f0u),
                            of_second = (on[1][0] & 0x0f0f0f0fu) | (on[1][1] & 0xf0f0f0f0u);
-            active[of] = (((of_first & 0x00ff00ffu) | (of_second & 0xff00ff00u)) & 0x11111111u) << (g / 2);
+            active[of] = (((of_first & 0x00ff00ffu) | (of_second & 0xff00ff00u)) & 0x11111111u)
+                         << (threadIdx.x / 8 % 4);
+        }
+#pragma unroll
+        for (int step = 0; step < STEPS; step++) {
+            uint32_t b[2][2];
+            right_of_columns(b, keys, 0, 2 * step);
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int of = 0; of < 2; of++) cg_mma_bf16_16x8x16(dq_sum[m][2 * step + of], left[m], b[of]);
         }
         /* The bits of all heads of the warp come together, even and odd heads last. Two lanes of eight write a slot each. */
 #pragma unroll
@@ -392,16 +402,7 @@ CG_GLOBAL void CG_BOUNDS(TENSOR_THREADS, 4)
                 i * TENSOR_KEYS + 8 * of + c2 + g; /* g = 0, even heads: the lower slot; g = 1: the other */
             const uint32_t word =
                 g == 0 ? (active[of] & 0xffffu) | other << 16 : other >> 16 | (active[of] & 0xffff0000u);
-            if (g < 2 && slot < n) entries[slot].active[warp] = word;
-        }
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            uint32_t b[2][2];
-            right_of_columns(b, keys, 0, 2 * step);
-#pragma unroll
-            for (int m = 0; m < 2; m++)
-#pragma unroll
-                for (int of = 0; of < 2; of++) cg_mma_bf16_16x8x16(dq_sum[m][2 * step + of], left[m], b[of]);
+            if (g < 2 && slot < n) s.entries[(int64_t)blockIdx.x * z.K + slot].active[warp] = word;
         }
     }
     cg_cp_async_wait<0>();
@@ -523,7 +524,7 @@ constexpr int KEYS_WARPS = 8, KEYS_THREADS = KEYS_WARPS * CG_WARP;
 template <typename T> struct row_slice;
 template <> struct row_slice<float> { float queries[AT_HEADS][KEY_SLICE], weights[AT_HEADS]; };
 template <> struct row_slice<cg_bf16> {
-    cg_bf16 queries[AT_HEADS * tile<KEY_SLICE>::PITCH], weights[AT_HEADS];
+    cg_bf16 queries[AT_HEADS * padded_tile<KEY_SLICE>::PITCH], weights[AT_HEADS];
 };
 
 template <typename T> struct keys_shared {
@@ -546,7 +547,7 @@ CG_DEVICE void slice_copy(row_slice<float> *to, const float *q, const float *w, 
 
 CG_DEVICE void slice_copy(row_slice<cg_bf16> *to, const cg_bf16 *q, const cg_bf16 *w, int64_t d0,
                           const sizes &z) {
-    constexpr int PIECES = tile<KEY_SLICE>::PIECES, COPIES = AT_HEADS * PIECES / KEYS_THREADS;
+    constexpr int PIECES = padded_tile<KEY_SLICE>::PIECES, COPIES = AT_HEADS * PIECES / KEYS_THREADS;
     const int p = (int)threadIdx.x % PIECES;
     const bool is_piece = d0 + p * PIECE < z.Di;
     const cg_bf16 *pieces = is_piece ? q + d0 + p * PIECE : q;
@@ -554,7 +555,7 @@ CG_DEVICE void slice_copy(row_slice<cg_bf16> *to, const cg_bf16 *q, const cg_bf1
     for (int j = 0; j < COPIES; j++) {
         const int h = (int)threadIdx.x / PIECES + j * (AT_HEADS / COPIES);
         const bool valid = is_piece && h < z.Hi;
-        cg_cp_async_16(tile<KEY_SLICE>{to->queries}.piece(h, p),
+        cg_cp_async_16(padded_tile<KEY_SLICE>{to->queries}.piece(h, p),
                        pieces + (valid ? (uint32_t)h * (uint32_t)z.Di : 0), valid);
     }
     if (threadIdx.x < AT_HEADS)
@@ -605,7 +606,7 @@ CG_DEVICE void add_row(const row_slice<cg_bf16> &row, const entry *entries, int 
               c2 = lane % 4 * 2;
     const int half = warp % 2;
     if (warp / 2 * 8 >= n) return;
-    const tile<KEY_SLICE> queries = {(cg_bf16 *)row.queries};
+    const padded_tile<KEY_SLICE> queries = {(cg_bf16 *)row.queries};
     uint32_t channels[2][4][4], weights[4][2];
 #pragma unroll
     for (int step = 0; step < 4; step++) {
@@ -701,20 +702,24 @@ template <typename T> CG_GLOBAL void keys_sum_kernel(const float *parts, int64_t
 
 /* ---- fast: all of it ---- */
 
+size_t core_rows_bytes(int64_t K) { return sizeof(core_shared) + list_bytes(K); }
+template <int DI> size_t tensor_rows_bytes(int64_t K) {
+    return TENSOR_STAGES * TENSOR_KEYS * padded_tile<DI>::PITCH * sizeof(cg_bf16) + list_bytes(K);
+}
+
 bool rows_launch(const cg_run_args *args, cg_stream *stream, const float *ds, const float *q, const float *w,
                  const float *k, const int32_t *topk, float *dq, float *dw, int64_t t0, int64_t n_rows,
                  const sizes &z, int64_t tiles, const fast_scratch &s) {
-    return CG_LAUNCH(core_rows_kernel, (unsigned)n_rows, CORE_THREADS, sizeof(core_shared) + list_bytes(z.K),
-                     stream, ds, q, w, k, topk, dq, dw, t0, z, tiles, s, args->fault);
+    return CG_LAUNCH(core_rows_kernel, (unsigned)n_rows, CORE_THREADS, core_rows_bytes(z.K), stream, ds, q, w,
+                     k, topk, dq, dw, t0, z, tiles, s, args->fault);
 }
 
 template <int DI>
 bool tensor_launch(const cg_run_args *args, cg_stream *stream, const float *ds, const cg_bf16 *q,
                    const cg_bf16 *w, const cg_bf16 *k, const int32_t *topk, cg_bf16 *dq, cg_bf16 *dw,
                    int64_t t0, int64_t n_rows, const sizes &z, int64_t tiles, const fast_scratch &s) {
-    return CG_LAUNCH(tensor_rows_kernel<DI>, (unsigned)n_rows, TENSOR_THREADS,
-                     TENSOR_STAGES * TENSOR_KEYS * tile<DI>::PITCH * sizeof(cg_bf16) + list_bytes(z.K), stream,
-                     ds, q, w, k, topk, dq, dw, t0, z, tiles, s, args->fault);
+    return CG_LAUNCH(tensor_rows_kernel<DI>, (unsigned)n_rows, TENSOR_THREADS, tensor_rows_bytes<DI>(z.K),
+                     stream, ds, q, w, k, topk, dq, dw, t0, z, tiles, s, args->fault);
 }
 
 bool rows_launch(const cg_run_args *args, cg_stream *stream, const float *ds, const cg_bf16 *q,
@@ -751,6 +756,17 @@ bool fits(const cg_node *node) {
            (cg_node_dtype(node) != CG_BF16 || z.Di % PIECE == 0);
 }
 
+/* The larger of the two kernels. */
+size_t fast_shared(const cg_node *node) {
+    const sizes z = sizes_of(node);
+    const bool is_f32 = cg_node_dtype(node) != CG_BF16;
+    const size_t rows = is_f32       ? core_rows_bytes(z.K)
+                        : z.Di <= 32 ? tensor_rows_bytes<32>(z.K)
+                                     : tensor_rows_bytes<AT_CHANNELS>(z.K);
+    const size_t keys = is_f32 ? sizeof(keys_shared<float>) : sizeof(keys_shared<cg_bf16>);
+    return CG_STATIC_BYTES + (rows > keys ? rows : keys);
+}
+
 } // namespace
 
 extern "C" const cg_cuda_op cg_cuda_indexer_scores_at_grad = {
@@ -761,6 +777,7 @@ extern "C" const cg_cuda_op cg_cuda_indexer_scores_at_grad = {
                  {.name = "fast",
                   .launch = {fast<float>, nullptr, nullptr, fast<cg_bf16>},
                   .workspace = fast_workspace,
-                  .fits = fits}},
+                  .fits = fits,
+                  .shared = fast_shared}},
     .describe = describe,
 };

@@ -1,7 +1,45 @@
-/* Which compressed rows each token attends to: see ops/indexer_topk.c. */
+/* Which compressed rows each token attends to: see ops/indexer_topk.c.
+ *
+ * Arithmetic in bf16, for 64 heads of 128 channels, K = 512, C = 16384 compressed rows of which a row sees half, on an H200
+ * (790 TFLOP/s bf16, 4.3 TB/s; L2 taken as 5.5 TB/s; 132 multiprocessors at 1.7 GHz, each 4096 FLOP and 128 bytes of shared
+ * memory per cycle, 4 instructions of warps):
+ *
+ *                                                   per row           65536 rows
+ *   products  2 Hi Di C / 2                         134 MFLOP         8.8 PFLOP     11 ms
+ *   memory    q 2 Hi Di, list 4 K                   18 KB             1.2 GB        0.3 ms; keys, 4 MB, stay in L2
+ *
+ * Scores are not written: 8 C / 2 bytes per row would be 4.3 GB and back, and a sort. What a kernel does beside the products
+ * is relu, head weight and sum, 2 instructions of a lane per head and key, and the choice: about 30 instructions of a warp per
+ * 32 keys, and 2000 each time that its list is full, a few times per row (index_select.cuh).
+ *
+ * fast (mma.sync, whose rate is about 0.62 of wgmma's): a warp has a row, with its 64 heads in 128 registers, which leaves
+ * room for 8 warps. Per 16 keys and row:
+ *     64 mma                                        64 cycles of the tensor cores at wgmma's rate, 103 at its own
+ *     8 ldmatrix of 512 bytes                       32 cycles of shared memory
+ *     64 mma, 64 relu and fma, 8 ldmatrix, ~20      39 cycles of instructions
+ *   L2: keys once per 8 rows, 17 GB                 3.1 ms
+ * The floor is mma.sync's, 18 ms. Two warps per scheduler, one's products beside the other's sums, and a barrier per 64 keys:
+ * 65 - 75 % of it are expected, 24 - 28 ms, 310 - 370 TFLOP/s. Next: only more products per instruction.
+ *
+ * wgmma: a block has four rows, with their 256 heads in shared memory; its two groups of four warps have 64 keys each. Keys
+ * are the rows of the products and heads their columns, so that sums over heads are sums in a lane, and one key of shared
+ * memory is read for two rows' products. Per 128 keys and four rows:
+ *     32 products of m64n128k16                     2048 cycles of the tensor cores
+ *     their operands, 6 KB each                     1536 cycles of shared memory; 256 more to put keys there
+ *     relu, fma, weights, sums of 8 warps           ~650 cycles of instructions; the choice, ~130
+ *   L2: keys once per 4 rows, 34 GB                 6.2 ms, fetched a turn ahead
+ * The floor is the products': 11 ms. A turn begins both halves of the products, two rows each, and chooses among the scores
+ * of the last turn while they run; the first half's sums run beside the second half's products. What is left open is the
+ * second half's sums, about 330 cycles, and the barrier: 80 % of the floor at best, 65 - 75 % expected: 15 - 17 ms,
+ * 520 - 590 TFLOP/s. Shared memory: 133 KiB and lists of 6 KiB per row (18 at K = 2048); one block per multiprocessor.
+ * Next: a barrier per group in the place of one per block, so that the groups drift apart and one's sums always have the
+ * other's products beside them; then eight rows per block, whose heads fill 128 KiB, for half the traffic of L2.
+ *
+ * In f32 without tensor cores, 67 TFLOP/s, the products alone take 131 ms. */
 #include "ops/cuda/index_core.cuh"
 #include "ops/cuda/index_select.cuh"
 #include "ops/cuda/index_tile.cuh"
+#include "ops/cuda/wgmma.cuh"
 
 namespace {
 
@@ -95,9 +133,11 @@ struct fast_row {
     seen_rows seen;
     selector best;
 
-    CG_MEMBER fast_row(const int32_t *rows, const sizes &z, uint64_t *shared, cg_device_fault *fault)
-        : t(((int64_t)gridDim.x - 1 - blockIdx.x) * FAST_ROWS + threadIdx.x / CG_WARP),
-          is_row(t < z.T), seen{0, 0}, best(shared + threadIdx.x / CG_WARP * select_room(z.K), z.K) {
+    /* Row `number` of this block's PER_BLOCK. A warp without a row has number -1. */
+    CG_MEMBER fast_row(const int32_t *rows, const sizes &z, int number, int per_block, uint64_t *shared,
+                       cg_device_fault *fault)
+        : t(((int64_t)gridDim.x - 1 - blockIdx.x) * per_block + number),
+          is_row(number >= 0 && t < z.T), seen{0, 0}, best(shared + number * select_room(z.K), z.K) {
         if (is_row) seen = seen_of(rows, t, z.C, BAD_ROW, best.lane == 0 ? fault : nullptr);
     }
 
@@ -116,22 +156,22 @@ struct fast_row {
     }
 };
 
-size_t kept_bytes(int64_t K) { return (size_t)(FAST_ROWS * select_room(K)) * sizeof(uint64_t); }
+size_t kept_bytes(int64_t rows, int64_t K) { return (size_t)(rows * select_room(K)) * sizeof(uint64_t); }
 
 /* ---- fast, bf16: tensor cores ---- */
 
 constexpr int TENSOR_KEYS = 64, TENSOR_STAGES = 3;
 
-template <int DI> constexpr size_t tensor_stage = tile<DI>::PITCH *TENSOR_KEYS;
+template <int DI> constexpr size_t tensor_stage = padded_tile<DI>::PITCH *TENSOR_KEYS;
 
 /* Keys from `first` on into a tile; behind the last one there are zeros. */
 template <int DI>
-CG_DEVICE void tensor_copy(tile<DI> to, const row_copy<DI> &copy, int64_t first, int64_t end) {
-    constexpr int COPIES = TENSOR_KEYS * tile<DI>::PIECES / FAST_THREADS;
+CG_DEVICE void tensor_copy(padded_tile<DI> to, const row_copy<DI> &copy, int64_t first, int64_t end) {
+    constexpr int COPIES = TENSOR_KEYS * padded_tile<DI>::PIECES / FAST_THREADS;
     const int base = (int)first, last = (int)end;
 #pragma unroll
     for (int j = 0; j < COPIES; j++) {
-        const int row = (int)threadIdx.x / tile<DI>::PIECES + j * (TENSOR_KEYS / COPIES);
+        const int row = (int)threadIdx.x / padded_tile<DI>::PIECES + j * (TENSOR_KEYS / COPIES);
         copy.queue(to, row, base + row, base + row < last);
     }
 }
@@ -141,13 +181,14 @@ CG_GLOBAL void tensor_kernel(const cg_bf16 *q, const cg_bf16 *w, const cg_bf16 *
                              int32_t *topk, sizes z, cg_device_fault *fault) {
     CG_DYNAMIC_SHARED(unsigned char, shared);
     cg_bf16 *tiles = (cg_bf16 *)shared;
-    fast_row row(rows, z, (uint64_t *)(tiles + TENSOR_STAGES * tensor_stage<DI>), fault);
+    fast_row row(rows, z, (int)threadIdx.x / CG_WARP, FAST_ROWS,
+                 (uint64_t *)(tiles + TENSOR_STAGES * tensor_stage<DI>), fault);
     int64_t first, end;
     seen_by_block(row.seen, &first, &end);
     const row_copy<DI> copy(k, z.Di, (int)threadIdx.x);
     for (int s = 0; s < TENSOR_STAGES - 1; s++) {
         if (first + s * TENSOR_KEYS < end)
-            tensor_copy(tile<DI>{tiles + s * tensor_stage<DI>}, copy, first + s * TENSOR_KEYS, end);
+            tensor_copy(padded_tile<DI>{tiles + s * tensor_stage<DI>}, copy, first + s * TENSOR_KEYS, end);
         cg_cp_async_commit();
     }
     tile_query<DI> query;
@@ -159,11 +200,11 @@ CG_GLOBAL void tensor_kernel(const cg_bf16 *q, const cg_bf16 *w, const cg_bf16 *
         __syncthreads();
         const int64_t next = base + (TENSOR_STAGES - 1) * TENSOR_KEYS;
         const int free = stage == 0 ? TENSOR_STAGES - 1 : stage - 1; /* read by all in the last turn */
-        if (next < end) tensor_copy(tile<DI>{tiles + free * tensor_stage<DI>}, copy, next, end);
+        if (next < end) tensor_copy(padded_tile<DI>{tiles + free * tensor_stage<DI>}, copy, next, end);
         cg_cp_async_commit();
         for (int part = 0; part < TENSOR_KEYS; part += CG_WARP) {
             if (!row.sees_any(base + part, CG_WARP)) continue;
-            const float score = query.scores(tile<DI>{tiles + stage * tensor_stage<DI>}, part);
+            const float score = query.scores(padded_tile<DI>{tiles + stage * tensor_stage<DI>}, part);
             row.push(score, base + part + row.best.lane);
         }
         stage = stage == TENSOR_STAGES - 1 ? 0 : stage + 1;
@@ -172,11 +213,14 @@ CG_GLOBAL void tensor_kernel(const cg_bf16 *q, const cg_bf16 *w, const cg_bf16 *
     row.finish(topk, z, fault);
 }
 
+template <int DI> size_t tensor_bytes(int64_t K) {
+    return TENSOR_STAGES * tensor_stage<DI> * sizeof(cg_bf16) + kept_bytes(FAST_ROWS, K);
+}
+
 template <int DI> bool tensor_launch(const cg_run_args *args, cg_stream *stream, const sizes &z) {
     const cg_tensor *in = args->in;
-    const size_t shared = TENSOR_STAGES * tensor_stage<DI> * sizeof(cg_bf16) + kept_bytes(z.K);
-    return CG_LAUNCH(tensor_kernel<DI>, (unsigned)((z.T + FAST_ROWS - 1) / FAST_ROWS), FAST_THREADS, shared,
-                     stream, (const cg_bf16 *)in[Q].data, (const cg_bf16 *)in[W].data,
+    return CG_LAUNCH(tensor_kernel<DI>, (unsigned)((z.T + FAST_ROWS - 1) / FAST_ROWS), FAST_THREADS,
+                     tensor_bytes<DI>(z.K), stream, (const cg_bf16 *)in[Q].data, (const cg_bf16 *)in[W].data,
                      (const cg_bf16 *)in[KEYS].data, (const int32_t *)in[ROWS].data,
                      (int32_t *)args->out[0].data, z, args->fault);
 }
@@ -184,6 +228,119 @@ template <int DI> bool tensor_launch(const cg_run_args *args, cg_stream *stream,
 bool tensor(const cg_run_args *args, cg_stream *stream) {
     const sizes z = sizes_of(&args->in[Q].shape, &args->in[KEYS].shape, &args->out[0].shape);
     return z.Di <= 32 ? tensor_launch<32>(args, stream, z) : tensor_launch<TILE_CHANNELS>(args, stream, z);
+}
+
+/* ---- wgmma: as fast, with products of four rows and 128 keys at a time ---- */
+
+constexpr int GROUP_ROWS = 4, GROUP_KEYS = 64; /* of a block; of one of its two groups */
+constexpr int PAIR_TILES = 2 * TILE_HEADS / 8; /* x of two rows: their heads are the columns */
+
+struct group_shared {
+    static constexpr int KEYS = 2 * GROUP_KEYS;
+    typedef tile<TILE_CHANNELS, GROUP_ROWS * TILE_HEADS> query_tile; /* heads of row 0, of row 1 ... */
+    typedef tile<TILE_CHANNELS, KEYS> key_tile;
+    cg_bf16 queries[GROUP_ROWS * TILE_HEADS * TILE_CHANNELS], keys[2][KEYS * TILE_CHANNELS];
+    float weights[GROUP_ROWS][TILE_HEADS], scores[2][GROUP_ROWS][KEYS];
+};
+
+/* x [64 keys, 2 rows of heads] of this group to the scores of rows `pair` and pair + 1. */
+CG_DEVICE void group_scores(const float (&x)[PAIR_TILES][4], int pair, group_shared *s, int buffer) {
+    const int lane = (int)threadIdx.x % CG_WARP, t = lane % 4;
+    float part[4] = {0, 0, 0, 0}; /* of keys g and g + 8 for the first row, then for the second */
+#pragma unroll
+    for (int n = 0; n < PAIR_TILES; n++) {
+        const int row = n / (PAIR_TILES / 2), head = 8 * n % TILE_HEADS + 2 * t;
+        const float2 w = *(const float2 *)&s->weights[pair + row][head];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            part[2 * row + i] = cg_fma(w.x, cg_relu(x[n][2 * i]), part[2 * row + i]);
+            part[2 * row + i] = cg_fma(w.y, cg_relu(x[n][2 * i + 1]), part[2 * row + i]);
+        }
+    }
+    s->scores[buffer][pair + t / 2][(int)threadIdx.x / CG_WARP * 16 + t % 2 * 8 + lane / 4] =
+        sum_of_lanes(part);
+}
+
+CG_GLOBAL void CG_BOUNDS(FAST_THREADS, 1)
+    group_kernel(const cg_bf16 *q, const cg_bf16 *w, const cg_bf16 *k, const int32_t *rows, int32_t *topk,
+                 sizes z, cg_device_fault *fault) {
+    constexpr int KEYS = group_shared::KEYS;
+    typedef group_shared::key_tile key_tile;
+    typedef group_shared::query_tile query_tile;
+    CG_DYNAMIC_SHARED(group_shared, s);
+    const int tid = (int)threadIdx.x, warp = tid / CG_WARP, group = tid / GROUP_THREADS;
+    /* Four warps, each on another scheduler, choose. */
+    const int number = warp / 2 % 2 == group ? warp % 4 : -1;
+    fast_row row(rows, z, number, GROUP_ROWS, (uint64_t *)(s + 1), fault);
+    int64_t first, end;
+    seen_by_block(row.seen, &first, &end);
+
+    const int64_t t0 = ((int64_t)gridDim.x - 1 - blockIdx.x) * GROUP_ROWS;
+    const int n_rows = (int)cg_min((int64_t)GROUP_ROWS, z.T - t0), Hi = (int)z.Hi;
+    const row_copy<TILE_CHANNELS> copy_q(q + t0 * z.Hi * z.Di, z.Di, tid), copy_k(k, z.Di, tid);
+    constexpr int STEP = FAST_THREADS / key_tile::PIECES; /* rows that all threads copy at once */
+    for (int r = tid / key_tile::PIECES; r < GROUP_ROWS * TILE_HEADS; r += STEP) {
+        const int of = r / TILE_HEADS, h = r % TILE_HEADS;
+        copy_q.queue(query_tile{s->queries}, r, of * Hi + h, of < n_rows && h < Hi);
+    }
+    for (int i = tid; i < GROUP_ROWS * TILE_HEADS; i += FAST_THREADS) {
+        const int of = i / TILE_HEADS, h = i % TILE_HEADS;
+        s->weights[of][h] = of < n_rows && h < Hi ? cg_up(w[(t0 + of) * z.Hi + h]) : 0;
+    }
+    const auto copy_keys = [&](int64_t base, int stage) {
+        const int from = (int)base, last = (int)end;
+#pragma unroll
+        for (int j = 0; j < KEYS / STEP; j++) {
+            const int r = tid / key_tile::PIECES + j * STEP;
+            copy_k.queue(key_tile{s->keys[stage]}, r, from + r, from + r < last);
+        }
+    };
+    const auto choose = [&](int64_t base, int buffer) {
+        for (int part = 0; part < KEYS; part += CG_WARP)
+            if (row.sees_any(base + part, CG_WARP))
+                row.push(s->scores[buffer][number][part + row.best.lane], base + part + row.best.lane);
+    };
+
+    if (first < end) copy_keys(first, 0);
+    cg_cp_async_commit();
+    warpgroup products;
+    int turn = 0;
+    for (int64_t base = first; base < end; base += KEYS, turn = 1 - turn) {
+        cg_cp_async_wait<0>();
+        products.shared_written();
+        __syncthreads(); /* keys of this turn and scores of the last are there, keys of the last are read */
+        if (base + KEYS < end) copy_keys(base + KEYS, 1 - turn);
+        cg_cp_async_commit();
+
+        float x[2][PAIR_TILES][4];
+        products.begin();
+#pragma unroll
+        for (int pair = 0; pair < 2; pair++) {
+            products.set_rows(x[pair], key_tile{s->keys[turn]}, group * GROUP_KEYS, query_tile{s->queries},
+                              pair * 2 * TILE_HEADS);
+            products.commit();
+        }
+        if (base > first) choose(base - KEYS, 1 - turn);
+        products.wait<1>(x[0]);
+        group_scores(x[0], 0, s, turn);
+        products.wait<0>(x[1]);
+        group_scores(x[1], 2, s, turn);
+    }
+    cg_cp_async_wait<0>();
+    __syncthreads();
+    if (first < end) choose(first + (end - first - 1) / KEYS * KEYS, 1 - turn);
+    row.finish(topk, z, fault);
+}
+
+size_t group_bytes(int64_t K) { return sizeof(group_shared) + kept_bytes(GROUP_ROWS, K); }
+
+bool group(const cg_run_args *args, cg_stream *stream) {
+    const cg_tensor *in = args->in;
+    const sizes z = sizes_of(&in[Q].shape, &in[KEYS].shape, &args->out[0].shape);
+    return CG_LAUNCH(group_kernel, (unsigned)((z.T + GROUP_ROWS - 1) / GROUP_ROWS), FAST_THREADS,
+                     group_bytes(z.K), stream, (const cg_bf16 *)in[Q].data, (const cg_bf16 *)in[W].data,
+                     (const cg_bf16 *)in[KEYS].data, (const int32_t *)in[ROWS].data,
+                     (int32_t *)args->out[0].data, z, args->fault);
 }
 
 /* ---- fast, f32: a key per lane and 4 such, 8 heads at a time ----
@@ -221,8 +378,9 @@ CG_GLOBAL void CG_BOUNDS(FAST_THREADS, 2)
     core_kernel(const float *q, const float *w, const float *k, const int32_t *rows, int32_t *topk, sizes z,
                 cg_device_fault *fault) {
     CG_DYNAMIC_SHARED(float, stages);
-    fast_row row(rows, z, (uint64_t *)(stages + CORE_STAGES * core_stage), fault);
-    const int lane = row.best.lane, warp = (int)threadIdx.x / CG_WARP;
+    const int warp = (int)threadIdx.x / CG_WARP;
+    fast_row row(rows, z, warp, FAST_ROWS, (uint64_t *)(stages + CORE_STAGES * core_stage), fault);
+    const int lane = row.best.lane;
     int64_t first, end;
     seen_by_block(row.seen, &first, &end);
 
@@ -270,28 +428,49 @@ CG_GLOBAL void CG_BOUNDS(FAST_THREADS, 2)
     row.finish(topk, z, fault);
 }
 
+size_t core_bytes(int64_t K) { return CORE_STAGES * core_stage * sizeof(float) + kept_bytes(FAST_ROWS, K); }
+
 bool core(const cg_run_args *args, cg_stream *stream) {
     const cg_tensor *in = args->in;
     const sizes z = sizes_of(&in[Q].shape, &in[KEYS].shape, &args->out[0].shape);
-    return CG_LAUNCH(core_kernel, (unsigned)((z.T + FAST_ROWS - 1) / FAST_ROWS), FAST_THREADS,
-                     CORE_STAGES * core_stage * sizeof(float) + kept_bytes(z.K), stream,
-                     (const float *)in[Q].data, (const float *)in[W].data, (const float *)in[KEYS].data,
+    return CG_LAUNCH(core_kernel, (unsigned)((z.T + FAST_ROWS - 1) / FAST_ROWS), FAST_THREADS, core_bytes(z.K),
+                     stream, (const float *)in[Q].data, (const float *)in[W].data, (const float *)in[KEYS].data,
                      (const int32_t *)in[ROWS].data, (int32_t *)args->out[0].data, z, args->fault);
 }
 
 bool fits(const cg_node *node) {
     const int64_t Hi = cg_dim(node->in[Q], 1), Di = cg_dim(node->in[Q], 2);
     if (cg_dim(node->out[0], 1) > SELECT_MOST) return false;
-    return node->in[Q]->dtype == CG_BF16 ? Hi <= TILE_HEADS && Di <= TILE_CHANNELS && Di % 8 == 0 : true;
+    return node->in[Q]->dtype == CG_BF16 ? Hi <= TILE_HEADS && Di <= TILE_CHANNELS && Di % PIECE == 0 : true;
+}
+
+size_t fast_shared(const cg_node *node) {
+    const int64_t K = cg_dim(node->out[0], 1);
+    const size_t dynamic = node->in[Q]->dtype != CG_BF16  ? core_bytes(K)
+                           : cg_dim(node->in[Q], 2) <= 32 ? tensor_bytes<32>(K)
+                                                          : tensor_bytes<TILE_CHANNELS>(K);
+    return dynamic + CG_STATIC_BYTES;
+}
+
+/* Of up to 32 channels, fast does not multiply three quarters of zeros. */
+bool group_fits(const cg_node *node) { return fits(node) && cg_dim(node->in[Q], 2) > 32; }
+size_t group_shared_bytes(const cg_node *node) {
+    return group_bytes(cg_dim(node->out[0], 1)) + CG_STATIC_BYTES;
 }
 
 } // namespace
 
 extern "C" const cg_cuda_op cg_cuda_indexer_topk = {
     .op = "indexer_topk",
-    .variants = {{.name = "plain",
-                  .launch = {plain<float>, plain<double>, nullptr, plain<cg_bf16>},
-                  .workspace = plain_workspace},
-                 {.name = "fast", .launch = {core, nullptr, nullptr, tensor}, .fits = fits}},
+    .variants =
+        {{.name = "plain",
+          .launch = {plain<float>, plain<double>, nullptr, plain<cg_bf16>},
+          .workspace = plain_workspace},
+         {.name = "fast", .launch = {core, nullptr, nullptr, tensor}, .fits = fits, .shared = fast_shared},
+         {.name = "wgmma",
+          .launch = {nullptr, nullptr, nullptr, group},
+          .fits = group_fits,
+          .shared = group_shared_bytes,
+          .wgmma = true}},
     .describe = describe,
 };

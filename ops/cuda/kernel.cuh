@@ -17,7 +17,8 @@
  *  5. The table, at the start of a line: extern "C" const cg_cuda_op cg_cuda_<op> = {.op = "<op>", .variants = {...}};
  *     .launch lists f32, f64, i32 in this order, nullptr where there is none; the dtype is that of the first real input
  *     or output, as for cg_op.run. An op without reals has {nullptr, nullptr, launch}.
- *  6. Variant 0 is "plain": any size, any device, readable. Faster ones follow; .fits and .least_sm say where they run.
+ *  6. Variant 0 is "plain": any size, any device, readable. Faster ones follow; .fits, .shared, .least_sm and .wgmma say
+ *     where they run. Products of whole warpgroups: ops/cuda/wgmma.cuh.
  *  7. .workspace says the exact scratch bytes from the node's shapes (pieces by cg_piece). Scratch and outputs hold garbage
  *     (NaN in tests). An output may be one of the inputs where the op's table in ops/<op>.c says `overwrites`.
  *  8. Same bits every time: no float atomics, fixed order of sums, cuts that depend on shapes alone (never on the device).
@@ -67,6 +68,9 @@ extern "C" {
 /* A launch, true when it is queued: see 4 above. */
 #define CG_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                              \
     cg_launch(args, kernel, dim3(grid), dim3(block), shared_bytes, stream, __VA_ARGS__)
+
+/* For .shared of a variant: static arrays of up to as many bytes, up to where CG_DYNAMIC_SHARED begins. */
+enum { CG_STATIC_BYTES = 1024 };
 
 /* i from 0 to n - 1, shared by all threads of all blocks. */
 #define CG_FOR(i, n)                                                                                           \

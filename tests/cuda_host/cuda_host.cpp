@@ -634,7 +634,7 @@ bool run_block(int64_t number, uint3 index) {
     now.barrier = {};
     memset(now.warps, 0, sizeof now.warps);
     static const char dynamic_place = 0;
-    now.arrays[now.n_arrays++] = {&dynamic_place, "of the launch", cut(now.dynamic_bytes, 16),
+    now.arrays[now.n_arrays++] = {&dynamic_place, "of the launch", cut(now.dynamic_bytes, 1024),
                                   now.dynamic_bytes};
     for (unsigned i = 0; i < now.n; i++) {
         cg_host_thread &t = now.threads[i];

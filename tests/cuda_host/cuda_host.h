@@ -6,7 +6,7 @@
  *     template <typename T> CG_GLOBAL void sum_rows_kernel(const T *x, T *y, int64_t width) {
  *         CG_SHARED(T[8], partial);                    __shared__ T partial[8], aligned to 16 bytes
  *         CG_SHARED(float[2][32], tile);               extents stand behind the type: the name is not an array yet
- *         CG_DYNAMIC_SHARED(T, rows);                  T *rows: the launch's shared_bytes, aligned to 16 bytes
+ *         CG_DYNAMIC_SHARED(T, rows);                  T *rows: the launch's shared_bytes, aligned to 1024 bytes
  *         ... threadIdx, blockIdx, blockDim, gridDim, __syncthreads(), __shfl_xor_sync(...), atomicAdd(...) ...
  *     }
  *     return CG_LAUNCH(sum_rows_kernel<T>, grid, block, shared_bytes, stream, x, y, width);

@@ -76,6 +76,8 @@ void block_free(const block &b) { munmap(b.mapping, b.mapped); }
 
 #endif
 
+size_t shared_bytes = (size_t)227 << 10; /* of sm_90, as cuda_host.cpp has them */
+
 double now_us() {
     timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -152,6 +154,7 @@ bool cg_host_queue(cg_stream *stream, const std::function<bool(cg_error *)> &wor
 extern "C" {
 
 void cg_device_host_seed(uint64_t seed) { cg_host_seed(seed); }
+void cg_device_host_shared(size_t bytes) { shared_bytes = bytes; }
 
 /* ---- device, memory ---- */
 
@@ -178,6 +181,7 @@ void cg_device_facts_of(const cg_device *, cg_device_facts *facts) {
     snprintf(facts->driver, sizeof facts->driver, "%s", cg_host_mode);
     facts->sm = 90;
     facts->multiprocessors = 1;
+    facts->shared_bytes = shared_bytes;
     facts->memory_bytes = (int64_t)sysconf(_SC_PHYS_PAGES) * (int64_t)page();
     facts->emulated = true;
 }

@@ -49,6 +49,9 @@ extern "C" {
 /* The seed of the orders of threads and blocks, for C. */
 void cg_device_host_seed(uint64_t seed);
 
+/* The most shared memory of a block that the device says it has, from now on. */
+void cg_device_host_shared(size_t bytes);
+
 #ifdef __cplusplus
 }
 #endif

@@ -216,8 +216,8 @@ CG_GLOBAL void first_look_kernel(int *bad, size_t dynamic_bytes) {
         if (!isnan(grid[2][4]) || !isnan(grid[0][0]) || number != -1) atomicAdd(bad, 1);
         for (size_t i = 0; i < dynamic_bytes; i++)
             if (bytes[i] != 0xff) atomicAdd(bad, 1);
-        if ((uintptr_t)grid % 16 != 0 || (uintptr_t)bytes % 16 != 0) atomicAdd(bad, 1);
-        if ((uintptr_t)grid % 32 == 0 || (uintptr_t)bytes % 32 == 0)
+        if ((uintptr_t)grid % 16 != 0 || (uintptr_t)bytes % 1024 != 0) atomicAdd(bad, 1);
+        if ((uintptr_t)grid % 32 == 0 || (uintptr_t)bytes % 2048 == 0)
             atomicAdd(bad, 1); /* no more than promised */
     }
     __syncthreads();
