@@ -10,13 +10,6 @@
 
 #include <unistd.h>
 
-/* What races in a step races in one policy, and what trains or checks gradients launches the same kernels. */
-#ifdef __SANITIZE_THREAD__
-static const bool races = true;
-#else
-static const bool races = false;
-#endif
-
 static cg_device *device;
 static cg_backend backend;
 
@@ -391,11 +384,11 @@ int main(void) {
     TCase *tcase = tcase_create("cuda_model");
     tcase_set_timeout(tcase, 240);
     suite_add_tcase(suite, tcase);
-    tcase_add_loop_test(tcase, a_step_agrees_with_the_cpu, 0, races ? 1 : 6);
+    tcase_add_loop_test(tcase, a_step_agrees_with_the_cpu, 0, 6);
     tcase_add_test(tcase, watched_and_verified);
     tcase_add_test(tcase, wrong_data_change_nothing);
-    if (!races) tcase_add_test(tcase, training_agrees_with_the_cpu);
-    if (!races) tcase_add_test(tcase, gradients_match_differences);
+    tcase_add_test(tcase, training_agrees_with_the_cpu);
+    tcase_add_test(tcase, gradients_match_differences);
     tcase_add_test(tcase, leaves_are_reached_by_copies);
     tcase_add_test(tcase, a_device_that_is_full_refuses);
     SRunner *runner = srunner_create(suite);

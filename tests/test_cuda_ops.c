@@ -207,15 +207,6 @@ static void check_variant(const cg_op *op, const cg_cuda_variant *variant, cg_dt
         ck_abort_msg("%s: no case for variant %s in %s", op->name, variant->name, cg_dtype_name(real));
 }
 
-/* Their plain kernels still read statistics, or write them, in bf16 instead of f32. */
-static bool is_wrong_in_bf16(const cg_op *op) {
-    static const char *const ops[] = {"csa_attention", "csa_attention_grad", "indexer_scores_at",
-                                      "indexer_scores_at_grad"};
-    for (int i = 0; i < (int)(sizeof ops / sizeof ops[0]); i++)
-        if (!strcmp(ops[i], op->name)) return true;
-    return false;
-}
-
 static void check_op(const cg_op *op) {
     static const cg_dtype reals[] = {CG_F32, CG_F64, CG_BF16};
     const cg_cuda_op *kernels = cg_cuda_op_find(op->name);
@@ -227,7 +218,6 @@ static void check_op(const cg_op *op) {
         for (int d = 0; d < (races ? 1 : 3); d++) {
             const cg_cuda_variant *variant = &kernels->variants[v];
             const bool has = variant->launch[reals[d]] || (reals[d] == CG_F32 && variant->launch[CG_I32]);
-            if (reals[d] == CG_BF16 && is_wrong_in_bf16(op)) continue;
             if (has && variant->least_sm <= facts.sm) check_variant(op, variant, reals[d]);
         }
 }
