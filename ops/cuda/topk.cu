@@ -56,22 +56,27 @@ CG_GLOBAL void topk_fast_kernel(const T *scores, const int32_t *rows, int32_t *t
     }
 }
 
+size_t kept_bytes(int64_t K) { return (size_t)(WARPS * select_room(K)) * sizeof(uint64_t); }
+
 template <typename T> bool topk_fast(const cg_run_args *args, cg_stream *stream) {
     const int64_t *scores = args->in[0].shape.dims, K = args->out[0].shape.dims[1];
-    return CG_LAUNCH(topk_fast_kernel<T>, cg_blocks(scores[0], WARPS), WARPS * CG_WARP,
-                     (size_t)(WARPS * select_room(K)) * sizeof(uint64_t), stream, (const T *)args->in[0].data,
-                     (const int32_t *)args->in[1].data, (int32_t *)args->out[0].data, scores[0], scores[1], K,
-                     args->fault);
+    return CG_LAUNCH(topk_fast_kernel<T>, cg_blocks(scores[0], WARPS), WARPS * CG_WARP, kept_bytes(K), stream,
+                     (const T *)args->in[0].data, (const int32_t *)args->in[1].data,
+                     (int32_t *)args->out[0].data, scores[0], scores[1], K, args->fault);
 }
 
 bool fits(const cg_node *node) { return cg_dim(node->out[0], 1) <= SELECT_MOST; }
+size_t fast_shared(const cg_node *node) { return CG_STATIC_BYTES + kept_bytes(cg_dim(node->out[0], 1)); }
 
 } // namespace
 
 extern "C" const cg_cuda_op cg_cuda_topk = {
     .op = "topk",
-    .variants =
-        {{.name = "plain", .launch = {topk_plain<float>, topk_plain<double>, nullptr, topk_plain<cg_bf16>}},
-         {.name = "fast", .launch = {topk_fast<float>, nullptr, nullptr, topk_fast<cg_bf16>}, .fits = fits}},
+    .variants = {{.name = "plain",
+                  .launch = {topk_plain<float>, topk_plain<double>, nullptr, topk_plain<cg_bf16>}},
+                 {.name = "fast",
+                  .launch = {topk_fast<float>, nullptr, nullptr, topk_fast<cg_bf16>},
+                  .fits = fits,
+                  .shared = fast_shared}},
     .describe = describe,
 };

@@ -7,6 +7,7 @@
 #ifndef TESTS_CUDA_HOST_DEVICE_HOST_H
 #define TESTS_CUDA_HOST_DEVICE_HOST_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
