@@ -21,7 +21,7 @@ namespace {
 
 enum { ALIGN = 256 };
 
-size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+[[maybe_unused]] size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
 /* ---- memory that can be closed ---- */
 
