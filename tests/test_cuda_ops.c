@@ -18,6 +18,13 @@ static const bool races = true;
 static const bool races = false;
 #endif
 
+/* Recordings launch the same kernels: AddressSanitizer, which is slow, sees two orders of threads without them. */
+#ifdef __SANITIZE_ADDRESS__
+static const bool records = false;
+#else
+static const bool records = true;
+#endif
+
 enum { ERROR_SEEDS = 3, MOST_VALUES = 3 * CG_MAX_IN };
 
 static cg_device *device;
@@ -150,7 +157,7 @@ static void check_runs(const cg_op *op, const cg_case *c, cg_dtype real, const c
     if (!case_build(&arena, op, c, real, variant, NULL))
         abort_in(&arena, variant, cg_dtype_name(real), arena.error.text);
     static const char *const runs[] = {"in one arena", "recorded", "played again"};
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < (records ? 3 : 1); i++) {
         cg_device_host_seed(2 + (uint64_t)i); /* other orders of threads */
         if (!case_again(&arena)) abort_in(&arena, variant, runs[i], arena.error.text);
         expect_same_bits(&first, &arena, variant, runs[i]);

@@ -353,7 +353,7 @@ static void print_ops(const report *out, const bench_row *r) {
         const bench_op *o = &r->ops[k];
         double compute_us = o->flops / r->peak_gflops * 1e-3, memory_us = o->bytes / out->memory_gbytes * 1e-3;
         double roof_us = compute_us > memory_us ? compute_us : memory_us;
-        table_cell(t, "%s", o->op);
+        table_cell(t, *o->variant ? "%s, %s" : "%s", o->op, o->variant);
         table_cell(t, "%s", cg_pass_name(o->pass));
         table_cell(t, "%d", o->n_nodes);
         table_cell(t, "%.3f", o->us / 1e3);
@@ -371,9 +371,9 @@ static json_t *row_json(const bench_row *r) {
     json_t *ops = json_array();
     for (int k = 0; k < r->n_ops; k++) {
         const bench_op *o = &r->ops[k];
-        json_array_append_new(ops, json_pack("{s:s, s:s, s:i, s:f, s:f, s:f}", "op", o->op, "pass",
-                                             cg_pass_name(o->pass), "nodes", o->n_nodes, "us", o->us, "flops",
-                                             o->flops, "bytes", o->bytes));
+        json_array_append_new(ops, json_pack("{s:s, s:s, s:s, s:i, s:f, s:f, s:f}", "op", o->op, "variant",
+                                             o->variant, "pass", cg_pass_name(o->pass), "nodes", o->n_nodes,
+                                             "us", o->us, "flops", o->flops, "bytes", o->bytes));
     }
     json_t *json = json_pack(
         "{s:s, s:s, s:I, s:s, s:s, s:i, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:I, s:I, s:o}", "name",

@@ -23,7 +23,7 @@ bool bench_row_add_nodes(bench_row *r, const cg_plan *plan, const double *node_u
         const cg_node *node = plan->steps[t];
         if (node->op->alias) continue;
         cg_cost cost = node->op->cost ? node->op->cost(node) : (cg_cost){0, cg_node_bytes(node)};
-        const char *variant = plan->kernels ? plan->kernels[t].variant : "";
+        const char *variant = plan->backend ? plan->kernels[t].variant : "";
         int k = 0;
         while (k < r->n_ops && (strcmp(r->ops[k].op, node->op->name) || r->ops[k].pass != node->pass ||
                                 strcmp(r->ops[k].variant, variant)))
