@@ -201,8 +201,8 @@ static bool plan_saved(const task *t, int64_t *bytes, cg_error *error) {
     cg_step step = {0};
     cg_measurement planned = {0};
     saved.workload.backend = &t->backend;
-    bool ok = cg_config_set(&saved.workload.config, "policy", "save", error) &&
-              cg_measure_plan(&saved.workload, &step, &planned, error);
+    snprintf(saved.workload.config.policy, sizeof saved.workload.config.policy, "save");
+    const bool ok = cg_measure_plan(&saved.workload, &step, &planned, error);
     *bytes = planned.planned_peak_bytes - planned.boundary_bytes;
     cg_measurement_free(&planned);
     cg_step_free(&step);
