@@ -1,20 +1,15 @@
 /* Sparse attention in bf16 on the CPU in the place of a device, every variant, against the CPU's f64 kernels on the same
  * rounded numbers. Shapes are odd against the tiles of the fast kernels: rests of heads, columns, keys and places, several
  * tiles and groups of heads, places that are empty, rows that see nothing. */
-#include "tests/support.h"
+#include "tests/cuda_device.h"
 
 #include "core/bf16.h"
 #include "core/rng.h"
 #include "ops/attributes.h"
-#include "ops/cuda/cuda_ops.h"
-#include "tests/cuda_host/device_host.h"
 
 extern const cg_op cg_op_csa_attention, cg_op_csa_attention_grad;
 
 enum { MOST = 16 };
-
-static cg_device *device;
-static cg_backend backend; /* of that device */
 
 /* Is a second order of threads run, for the same bits? Under the sanitizers, which are slow, one is enough: a race shows in
  * any, and test_cuda_ops has more. */
@@ -267,9 +262,7 @@ static void check_node(const shape *z, const cg_node *node, const data *d, const
 
 START_TEST(bf16_agrees_with_f64) {
     const shape *z = &shapes[_i];
-    cg_error error = {0};
-    if (!(device = cg_device_open(0, &error)) || !cg_cuda_backend(&backend, device, NULL, &error))
-        ck_abort_msg("%s", error.text);
+    open_device();
     data d = data_of(z);
     bench b = bench_new(CG_F64);
     cg_value *q = bench_real(&b, "q", CG_SHAPE(d.T, z->H, z->D), d.real[Q]);
@@ -301,8 +294,7 @@ START_TEST(bf16_agrees_with_f64) {
     check_node(z, grad, &d, want, (double[]){2 * rounding, 2 * rounding, 2 * rounding, 2 * rounding}, 2);
     bench_free(&b);
     data_free(&d);
-    ck_assert_int_eq(cg_device_asked_bytes(device), 0);
-    cg_device_close(device);
+    close_device();
 }
 END_TEST
 

@@ -2,13 +2,11 @@
  * same rounded numbers; and their f32 kernels at sizes that ops' own cases leave out. Whole numbers, whose sums are exact
  * in any order, must give the same bits and ties; normal ones come close, and only scores that are nearly equal may change
  * places. */
-#include "tests/support.h"
+#include "tests/cuda_device.h"
 
 #include "core/bf16.h"
 #include "core/rng.h"
 #include "ops/attributes.h"
-#include "ops/cuda/cuda_ops.h"
-#include "tests/cuda_host/device_host.h"
 
 enum { MOST = 8 };
 
@@ -19,24 +17,6 @@ static const bool again_too = false;
 #else
 static const bool again_too = true;
 #endif
-
-static cg_device *device;
-static cg_backend backend; /* of that device */
-static bool emulated;
-
-static void open_device(void) {
-    cg_error error = {0};
-    cg_device_facts facts;
-    if (!(device = cg_device_open(0, &error)) || !cg_cuda_backend(&backend, device, NULL, &error))
-        ck_abort_msg("%s", error.text);
-    cg_device_facts_of(device, &facts);
-    emulated = facts.emulated;
-}
-
-static void close_device(void) {
-    ck_assert_int_eq(cg_device_asked_bytes(device), 0);
-    cg_device_close(device);
-}
 
 static void *device_memory(int64_t bytes, const void *data) {
     cg_error error = {0};
@@ -164,7 +144,7 @@ static int variants_of(const cg_node *node, cg_dtype real, const cg_cuda_variant
     int n = 0;
     for (int v = 0; v < CG_CUDA_VARIANTS; v++)
         if (cg_cuda_can_run(&backend, &op->variants[v], &as_real)) variants[n++] = &op->variants[v];
-    if (emulated)
+    if (device_is_emulated())
         ck_assert_int_eq(n, expected);
     else
         ck_assert_int_ge(n, 1);

@@ -1,28 +1,13 @@
 /* A whole step on the CPU in the place of a device (tests/cuda_host) against the CPU: losses, gradients, the optimizer, all
  * policies; memory as planned; recordings; training, checkpoints and gradient checks through the same front. */
-#include "tests/support.h"
+#include "tests/cuda_device.h"
 
 #include "graph/gradcheck.h"
 #include "models/layer_check.h"
 #include "models/step.h"
 #include "models/trainer.h"
-#include "ops/cuda/cuda_ops.h"
 
 #include <unistd.h>
-
-static cg_device *device;
-static cg_backend backend;
-
-static void open_device(void) {
-    cg_error error = {0};
-    if (!(device = cg_device_open(0, &error)) || !cg_cuda_backend(&backend, device, NULL, &error))
-        ck_abort_msg("%s", error.text);
-}
-
-static void close_device(void) {
-    ck_assert_int_eq(cg_device_asked_bytes(device), 0);
-    cg_device_close(device);
-}
 
 /* ---- a step of the tiny model: window, CSA and HCA layers, two documents, padding, rows behind the last ---- */
 

@@ -1,12 +1,9 @@
 /* Every CUDA kernel, run on the CPU in the place of a device (tests/cuda_host), against the CPU kernel of the same op: all
  * cases of ops/<op>.c, every variant, f32, f64 and bf16 (against f64 on the same rounded inputs), several orders of threads,
  * once with a block of memory per value and once in one arena whose runs are recorded and played. */
-#include "tests/support.h"
+#include "tests/cuda_device.h"
 
 #include <math.h>
-
-#include "ops/cuda/cuda_ops.h"
-#include "tests/cuda_host/device_host.h"
 
 /* Relative norms of the difference; f32 and bf16 cases may state a wider one. */
 static const double f32_bound = 1e-5, f64_bound = 1e-12, bf16_bound = 0x1p-8;
@@ -26,18 +23,6 @@ static const bool records = true;
 #endif
 
 enum { ERROR_SEEDS = 3, MOST_VALUES = 3 * CG_MAX_IN };
-
-static cg_device *device;
-
-static void open_device(void) {
-    cg_error error = {0};
-    if (!(device = cg_device_open(0, &error))) ck_abort_msg("%s", error.text);
-}
-
-static void close_device(void) {
-    ck_assert_int_eq(cg_device_asked_bytes(device), 0);
-    cg_device_close(device);
-}
 
 /* ---- one case, on the CPU or the device ---- */
 
@@ -190,14 +175,15 @@ static void check_error(const cg_op *op, const cg_case *c, cg_dtype real, const 
 static bool is_run_by(const cg_op *op, const cg_case *c, cg_dtype real, const char *variant) {
     cg_case the_case = *c;
     cg_case_graph built;
-    cg_backend backend;
+    cg_backend with_variant;
     cg_device_kernel kernel = {0};
     cg_error error = {0};
     ck_assert(cg_case_build(&cg_all_ops, op, &the_case, real, &built));
-    ck_assert(cg_cuda_backend(&backend, device, variant, &error));
+    ck_assert(cg_cuda_backend(&with_variant, device, variant, &error));
     const cg_dtype dtype = cg_node_dtype(built.node);
     bool is = (dtype == real || (dtype == CG_I32 && real == CG_F32)) &&
-              backend.kernel_of(&backend, built.node, &kernel, &error) && !strcmp(kernel.variant, variant);
+              with_variant.kernel_of(&with_variant, built.node, &kernel, &error) &&
+              !strcmp(kernel.variant, variant);
     cg_case_free(&built);
     return is;
 }
@@ -271,17 +257,17 @@ START_TEST(variants_are_chosen) {
     } want[] = {{NULL, "fast", "plain"}, {"plain", "plain", "plain"}, {"fast", "fast", "plain"}};
     for (int i = 0; i < 3; i++) {
         cg_error error = {0};
-        cg_backend backend;
+        cg_backend with_variant;
         cg_device_kernel kernel;
-        ck_assert(cg_cuda_backend(&backend, device, want[i].forced, &error));
-        ck_assert(backend.kernel_of(&backend, g->nodes[0], &kernel, &error));
+        ck_assert(cg_cuda_backend(&with_variant, device, want[i].forced, &error));
+        ck_assert(with_variant.kernel_of(&with_variant, g->nodes[0], &kernel, &error));
         ck_assert_str_eq(kernel.variant, want[i].matmul);
-        ck_assert(backend.kernel_of(&backend, g->nodes[1], &kernel, &error));
+        ck_assert(with_variant.kernel_of(&with_variant, g->nodes[1], &kernel, &error));
         ck_assert_str_eq(kernel.variant, want[i].scale);
     }
     cg_error error = {0};
-    cg_backend backend;
-    ck_assert(!cg_cuda_backend(&backend, device, "plan", &error));
+    cg_backend with_variant;
+    ck_assert(!cg_cuda_backend(&with_variant, device, "plan", &error));
     ck_assert_str_eq(error.text, "no CUDA kernel has a variant \"plan\", did you mean plain?");
     cg_graph_free(g);
     close_device();
@@ -305,11 +291,11 @@ START_TEST(shared_memory_bounds_the_choice) {
     } want[] = {{99, "plain"}, {163, "plain"}, {200, "fast"}, {227, "wgmma"}};
     for (int i = 0; i < 4 && facts.emulated; i++) {
         cg_error error = {0};
-        cg_backend backend;
+        cg_backend with_variant;
         cg_device_kernel kernel;
         cg_device_host_shared(want[i].kib << 10);
-        ck_assert(cg_cuda_backend(&backend, device, NULL, &error));
-        ck_assert(backend.kernel_of(&backend, topk->producer, &kernel, &error));
+        ck_assert(cg_cuda_backend(&with_variant, device, NULL, &error));
+        ck_assert(with_variant.kernel_of(&with_variant, topk->producer, &kernel, &error));
         ck_assert_str_eq(kernel.variant, want[i].variant);
     }
     cg_graph_free(g);

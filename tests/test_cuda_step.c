@@ -1,30 +1,16 @@
 /* Steps of the tiny model on the CPU in the place of a device against the CPU, by plain and by preferred kernels: the same
  * rows selected, losses, gradients and parameters close, for every policy, support and teacher; memory to the byte; and
  * a step that must not be taken. Recordings, training and checkpoints: test_cuda_model.c. */
-#include "tests/support.h"
+#include "tests/cuda_device.h"
 
 #include "core/rng.h"
 #include "models/layer_check.h"
 #include "models/step.h"
-#include "ops/cuda/cuda_ops.h"
-#include "tests/cuda_host/device_host.h"
 
 /* 128 tokens make the one compressed row of the HCA layer. The second segment ends in the middle of a group and has
  * padding, and rows lie behind it. */
 enum { FIRST = 132, SECOND = 19, PADDING = 3, BEHIND = 2, ROWS = FIRST + SECOND + BEHIND, VOCAB = 11 };
 enum { STEPS = 2 }; /* launched, then recorded and played */
-
-static cg_device *device;
-
-static void open_device(void) {
-    cg_error error = {0};
-    if (!(device = cg_device_open(0, &error))) ck_abort_msg("%s", error.text);
-}
-
-static void close_device(void) {
-    ck_assert_int_eq(cg_device_asked_bytes(device), 0);
-    cg_device_close(device);
-}
 
 /* ---- a step that runs ---- */
 

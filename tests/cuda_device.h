@@ -1,0 +1,32 @@
+/* The device of the suites of ops/cuda, the CPU in the place of one or a real one (tests/CMakeLists.txt), with its preferred
+ * kernels. */
+#ifndef CG_TESTS_CUDA_DEVICE_H
+#define CG_TESTS_CUDA_DEVICE_H
+
+#include "tests/support.h"
+
+#include "ops/cuda/cuda_ops.h"
+#include "tests/cuda_host/device_host.h"
+
+static cg_device *device;
+static cg_backend backend;
+
+static inline void open_device(void) {
+    cg_error error = {0};
+    if (!(device = cg_device_open(0, &error)) || !cg_cuda_backend(&backend, device, NULL, &error))
+        ck_abort_msg("%s", error.text);
+}
+
+static inline bool device_is_emulated(void) {
+    cg_device_facts facts;
+    cg_device_facts_of(device, &facts);
+    return facts.emulated;
+}
+
+/* All that was asked of it has been given back. */
+static inline void close_device(void) {
+    ck_assert_int_eq(cg_device_asked_bytes(device), 0);
+    cg_device_close(device);
+}
+
+#endif
