@@ -93,9 +93,10 @@ KERNEL(plain_micro)(const int rows, const int vecs, int64_t depth, const REAL *a
 static void KERNEL(plain)(int64_t m, int64_t n, int64_t depth, const REAL *a, int64_t a_row, int64_t a_k,
                           const REAL *b, int64_t b_col, int64_t b_k, REAL *c, int64_t ldc, bool add,
                           REAL *packed_a, REAL *packed_b) {
-    for (int64_t i = 0; i < m; i += PLAIN_ROWS)
-        KERNEL(plain_pack)
-        (packed_a + i * depth, a + i * a_row, a_row, a_k, min64(m - i, PLAIN_ROWS), PLAIN_ROWS, depth);
+    for (int64_t i = 0; i < m; i += PLAIN_ROWS) {
+        const int64_t rows = min64(m - i, PLAIN_ROWS);
+        KERNEL(plain_pack)(packed_a + i * depth, a + i * a_row, a_row, a_k, rows, PLAIN_ROWS, depth);
+    }
     for (int64_t j = 0; j < n; j += COLS) {
         int64_t cols = min64(n - j, COLS);
         KERNEL(plain_pack)(packed_b, b + j * b_col, b_col, b_k, cols, COLS, depth);

@@ -43,5 +43,4 @@ void cg_dump_case_round(cg_dump_case *c, cg_dtype dtype);
 
 void cg_dump_case_free(cg_dump_case *c);
 
-
 #endif

@@ -14,7 +14,7 @@ START_TEST(dtypes) {
         size_t bytes;
         bool real;
     } known[] = {
-        {CG_F32, "f32", 4, true},    {CG_F64, "f64", 8, true},  {CG_I32, "i32", 4, false},
+        {CG_F32, "f32", 4, true},   {CG_F64, "f64", 8, true},  {CG_I32, "i32", 4, false},
         {CG_BF16, "bf16", 2, true}, {CG_F16, "f16", 2, false}, {CG_I64, "i64", 8, false},
         {CG_U8, "u8", 1, false},
     };

@@ -94,7 +94,8 @@ START_TEST(tables_are_complete) {
             ck_abort_msg("%s must have either a gradient or a reason why not", op->name);
         if (op->differentiable && !op->grad) ck_abort_msg("%s has no grad", op->name);
         bool real = cg_op_kernel(op, CG_F32) && cg_op_kernel(op, CG_F64);
-        if (!op->alias && !real && !cg_op_kernel(op, CG_I32)) ck_abort_msg("%s lacks a kernel for f32 or f64", op->name);
+        if (!op->alias && !real && !cg_op_kernel(op, CG_I32))
+            ck_abort_msg("%s lacks a kernel for f32 or f64", op->name);
         ck_assert_ptr_eq(cg_op_find(&cg_all_ops, op->name), op);
     }
 }

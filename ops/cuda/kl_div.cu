@@ -59,9 +59,7 @@ template <typename T> bool kl_div_grad(const cg_run_args *args, cg_stream *strea
 
 extern "C" const cg_cuda_op cg_cuda_kl_div = {
     .op = "kl_div",
-    .variants = {{.name = "plain",
-                  .launch = {kl_div<float>, kl_div<double>},
-                  .workspace = loss_workspace}},
+    .variants = {{.name = "plain", .launch = {kl_div<float>, kl_div<double>}, .workspace = loss_workspace}},
 };
 
 extern "C" const cg_cuda_op cg_cuda_kl_div_grad = {
