@@ -43,8 +43,9 @@ typedef double ISA(vec_f64);
 #define LOG_F64 Sleef_log_u10
 #endif
 
-/* Loads and stores go through memcpy, which the compiler turns into one unaligned move. The tail runs through the same vector function, padded with 1 (harmless for exp and log): a scalar
- * function there could round differently, and an element would then depend on its place. */
+/* Loads and stores go through memcpy, which the compiler turns into one unaligned move. The tail runs through the same
+ * vector function, padded with 1 (harmless for exp and log): a scalar function there could round differently, and an element
+ * would then depend on its place. */
 #define DEFINE_MAP(name, real, vec, function)                                                                  \
     static void name(int64_t n, const real *x, real *y) {                                                      \
         enum { LANES = sizeof(vec) / sizeof(real) };                                                           \

@@ -15,13 +15,11 @@ typedef REAL LANES __attribute__((vector_size(CG_LANES * sizeof(REAL)), aligned(
 
 /* The same for a scalar and two vectors. */
 static inline __attribute__((always_inline)) LANES KERNEL(fused_lanes)(REAL a, LANES b, LANES c) {
-#if !defined(__FMA__)
-    return a * b + c;
-#elif REAL_BITS == 32
+#if defined(__FMA__) && REAL_BITS == 32
     return (LANES)_mm256_fmadd_ps(_mm256_set1_ps(a), (__m256)b, (__m256)c);
 #elif defined(__AVX512F__)
     return (LANES)_mm512_fmadd_pd(_mm512_set1_pd(a), (__m512d)b, (__m512d)c);
-#else
+#else /* a * b would take a through memory, number by number */
     for (int i = 0; i < CG_LANES; i++) c[i] = KERNEL(fused)(a, b[i], c[i]);
     return c;
 #endif

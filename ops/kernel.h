@@ -10,8 +10,8 @@
  *     #endif
  *
  * Inside the #else part: REAL is float or double, KERNEL(name) is name_f32 or name_f64 (with _avx2 or _avx512 behind it on
- * that path), VEC(exp) is cg_exp_f32 or cg_exp_f64; REAL_DTYPE, REAL_MIN and more: see core/each_real.h. Outside,
- * name_f32 is that of the portable path: it may be asked how much workspace an op needs, which must be the same on all. */
+ * that path), VEC(exp) is cg_exp_f32 or cg_exp_f64; REAL_DTYPE, REAL_MIN and more: see core/each_real.h. Outside, name_f32 is
+ * that of the portable path: how much workspace an op needs may be asked of it, and must not depend on the path. */
 #include <math.h>
 #include <string.h>
 

@@ -87,4 +87,11 @@ static inline int64_t number(const json_t *object, const char *key) {
     return json_integer_value(value);
 }
 
+/* A number, whole or not. */
+static inline double real_of(const json_t *object, const char *key) {
+    const json_t *value = json_object_get(object, key);
+    if (!json_is_number(value)) ck_abort_msg("%s is no number", key);
+    return json_number_value(value);
+}
+
 #endif

@@ -865,10 +865,32 @@ START_TEST(health_by_definition) {
 }
 END_TEST
 
+/* Twice as many equal segments are twice the work: no token sees another segment's rows. */
+START_TEST(costs_count_a_segments_own_pairs) {
+    double flops[2];
+    for (int twice = 0; twice < 2; twice++) {
+        const int64_t n = 1 + twice, T = 64 * n, C = 16 * n;
+        cg_graph *g = cg_graph_new(&cg_all_ops);
+        cg_value *cu = cg_leaf(g, CG_LEAF_INPUT, "cu", CG_I32, CG_SHAPE(n + 1));
+        cg_value *topk = cg_indexer_topk(g, cg_leaf(g, CG_LEAF_INPUT, "q", CG_F32, CG_SHAPE(T, 3, 5)),
+                                         cg_leaf(g, CG_LEAF_INPUT, "w", CG_F32, CG_SHAPE(T, 3)),
+                                         cg_leaf(g, CG_LEAF_INPUT, "k", CG_F32, CG_SHAPE(C, 5)),
+                                         cg_segment_rows(g, cu, NULL, T, 4, C).rows, 7);
+        ck_assert_ptr_nonnull(topk);
+        flops[twice] = topk->producer->op->cost(topk->producer).flops;
+        cg_graph_free(g);
+    }
+    ck_assert(flops[0] ==
+              64 * 16 / 2 * 3 * (2 * 5 + 2)); /* half of all pairs; heads; a product, relu and weight */
+    ck_assert(flops[1] == 2 * flops[0]);
+}
+END_TEST
+
 SUITE("indexer", stored_losses, boundary_scores_are_exact, stored_teacher_modes, rotation_changes_nothing,
       denominator_holds_window_and_sink, dense_is_not_sparse, tiny_mass_keeps_its_target,
       no_epsilon_in_the_logarithms, gradients_through_relu_and_negative_weight, padding_counts_nowhere,
       ties_go_to_the_lower_index, fewer_candidates_than_width, relu_is_applied_to_each_head,
       lists_count_from_the_start_of_the_array, averages_are_not_averaged, derivative_at_the_kink_is_zero,
       zero_coefficient_gives_plain_zeros, streamed_scores_have_the_spelled_out_bits, three_forms_agree,
-      f32_agrees_with_f64_on_many_rows, bits_do_not_depend_on_threads, health_by_definition)
+      f32_agrees_with_f64_on_many_rows, bits_do_not_depend_on_threads, health_by_definition,
+      costs_count_a_segments_own_pairs)

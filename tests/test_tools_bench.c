@@ -3,12 +3,6 @@
 
 static const char *const small = "bench --dims toy --seqs 40,64 --runs 1 ";
 
-static double real_of(const json_t *object, const char *key) {
-    const json_t *value = json_object_get(object, key);
-    if (!json_is_number(value)) ck_abort_msg("%s is no number", key);
-    return json_number_value(value);
-}
-
 /* Beside a run that was a thousand times as slow, then beside one a thousand times as fast. */
 static void compare(json_t *report) {
     for (int faster = 0; faster < 2; faster++) {

@@ -3,12 +3,6 @@
 #define CSAGRAD_PROGRAM CSAGRAD_CUDA_HOST_PROGRAM
 #include "tests/program.h"
 
-static double real_of(const json_t *object, const char *key) {
-    const json_t *value = json_object_get(object, key);
-    if (!json_is_number(value)) ck_abort_msg("%s is no number", key);
-    return json_number_value(value);
-}
-
 /* The lines of metrics.jsonl as one list. */
 static json_t *train(const char *options) {
     char command[1024];
