@@ -332,7 +332,8 @@ bool refused(const cg_host_thread &me, const cg_host_thread *warp, sentence *why
         fault = say("the mask names lane %d, and the block's last warp has only %u",
                     __builtin_ctz(me.mask & ~lanes), now.n - first);
     else if (me.mask & state.ended)
-        fault = say("named lane %d has ended", __builtin_ctz(me.mask & state.ended));
+        fault =
+            say("the mask names %s, which has ended", name_of(warp[__builtin_ctz(me.mask & state.ended)]).text);
     else {
         /* One waiting lane is looked at until all have come; then each is. */
         unsigned waiting = me.mask & state.waiting;

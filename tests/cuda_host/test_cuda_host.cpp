@@ -672,7 +672,13 @@ CG_GLOBAL void warp_fault_kernel(int fault, int *out) {
         got = __shfl_xor_sync(ALL, 1, 1);
         break;
     case 2:
-        if (lane == 9) return;
+    case 9: /* the lane ends after others wait; in 9, before any of them comes */
+        if (lane == 9) {
+            atomicAdd(&out[32], 1);
+            return;
+        }
+        if (fault == 9)
+            while (!atomicAdd(&out[32], 0)) cg_host_pause();
         got = __any_sync(ALL, 1);
         break;
     case 3:
@@ -707,7 +713,9 @@ START_TEST(divergent_warps) {
         REFUSED(
             "__shfl_xor_sync...mask 0xffffffff: the mask names lane 16, and the block's last warp has only 16",
             warp_fault_kernel, 1, 48, 0, 1, out);
-        REFUSED("thread (9,0,0)", warp_fault_kernel, 1, 32, 0, 2, out);
+        REFUSED("thread (9,0,0)...ended", warp_fault_kernel, 1, 32, 0, 2, out);
+        out[32] = 0;
+        REFUSED("thread (9,0,0)...ended", warp_fault_kernel, 1, 32, 0, 9, out);
         REFUSED("__ballot_sync", warp_fault_kernel, 1, 32, 0, 3, out);
         REFUSED("mask 0xffffffff...waits at __a", warp_fault_kernel, 1, 32, 0, 4, out);
         REFUSED("waits at __syncwarp...for lane 3, which waits at __syncthreads", warp_fault_kernel, 1, 32, 0,
