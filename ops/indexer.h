@@ -30,10 +30,16 @@ static inline void *cg_take(char **at, size_t bytes) {
     return piece;
 }
 
+/* Kept keys that ops/select.h ranks at once. */
+enum { CG_RANKED = 2 * CG_LANES };
+
+/* The most keys that it keeps to choose k. */
+static inline int64_t cg_select_most(int64_t k) { return k + k / 8 + CG_LANES; }
+
 /* Scratch of ops/select.h for the k best of n. */
 static inline size_t cg_select_bytes(int64_t n, int64_t k, size_t real) {
-    return cg_align_bytes((size_t)n * real) + cg_align_bytes((size_t)k * real) +
-           cg_align_bytes((size_t)(k + 1) * sizeof(int32_t));
+    return cg_align_bytes((size_t)(n + CG_LANES) * real) + cg_align_bytes((size_t)(cg_select_most(k) + CG_RANKED) * real) +
+           cg_align_bytes((size_t)(cg_select_most(k) + CG_LANES) * sizeof(int32_t));
 }
 
 /* True when the compressed rows that each row says it sees exist. The first row that does not fit is named. */
