@@ -38,7 +38,8 @@ static inline int64_t cg_select_most(int64_t k) { return k + k / 8 + CG_LANES; }
 
 /* Scratch of ops/select.h for the k best of n. */
 static inline size_t cg_select_bytes(int64_t n, int64_t k, size_t real) {
-    return cg_align_bytes((size_t)(n + CG_LANES) * real) + cg_align_bytes((size_t)(cg_select_most(k) + CG_RANKED) * real) +
+    return cg_align_bytes((size_t)(n + CG_LANES) * real) +
+           cg_align_bytes((size_t)(cg_select_most(k) + CG_RANKED) * real) +
            cg_align_bytes((size_t)(cg_select_most(k) + CG_LANES) * sizeof(int32_t));
 }
 
@@ -88,6 +89,15 @@ static inline double cg_reduction_divisor(cg_reduction reduction, const int32_t 
 static inline size_t cg_key_dots_bytes(int64_t Hi, size_t real) {
     return (size_t)(CG_KEY_TILE * cg_ceil_div(Hi, CG_LANES) * CG_LANES) * real;
 }
+
+/* Keys in tiles, for ops/packed_keys.h. */
+static inline size_t cg_packed_keys_bytes(int64_t C, int64_t Di, size_t real) {
+    return cg_align_bytes((size_t)(cg_ceil_div(C, CG_KEYS) * CG_KEYS * Di) * real);
+}
+
+/* Scores of a row by packed_scores: whole tiles of keys, of which the first and the last may reach beyond what the row
+ * sees. */
+static inline int64_t cg_row_scores(int64_t C) { return C + 2 * CG_KEYS; }
 
 /* Compressed rows that count for row t: what it sees if it is real. */
 static inline int64_t cg_row_seen(const int32_t *rows, int64_t t) {

@@ -90,13 +90,11 @@ static bool indexer_dense_loss_grad_infer(cg_infer *infer) {
 static size_t dense_piece(cg_dtype dtype, const int64_t q_index[3], const int64_t q[3], int64_t C, bool grad) {
     const size_t real = cg_dtype_bytes(dtype);
     const int64_t heads = cg_ceil_div(q_index[1], CG_LANES) * CG_LANES;
-    const size_t lanes = cg_align_bytes((size_t)(heads * q_index[2]) * real);
     size_t bytes = cg_teacher_bytes(dtype, q[0], q[1], q[2], C) +
                    cg_align_bytes((size_t)(cg_teacher_rows(q[1], C) * C) * real) +
-                   2 * cg_align_bytes((size_t)C * real) + lanes;
+                   2 * cg_align_bytes((size_t)C * real) + cg_align_bytes((size_t)(heads * q_index[2]) * real);
     if (grad)
-        bytes +=
-            lanes + cg_align_bytes((size_t)heads * real) + cg_align_bytes(cg_key_dots_bytes(q_index[1], real));
+        bytes += cg_align_bytes((size_t)heads * real) + cg_align_bytes(cg_key_dots_bytes(q_index[1], real));
     return bytes;
 }
 
@@ -427,7 +425,6 @@ static bool KERNEL(indexer_dense_loss_grad)(const cg_run_args *args) {
         REAL *target = cg_take(&at, (size_t)(block * C) * sizeof(REAL));
         REAL *scores = cg_take(&at, (size_t)C * sizeof(REAL)), *e = cg_take(&at, (size_t)C * sizeof(REAL));
         LANES *lanes = cg_take(&at, (size_t)(groups * Di) * sizeof(LANES));
-        LANES *dlanes = cg_take(&at, (size_t)(groups * Di) * sizeof(LANES));
         LANES *dw_lanes = cg_take(&at, (size_t)groups * sizeof(LANES));
         LANES *dots = cg_take(&at, cg_key_dots_bytes(Hi, sizeof(REAL)));
         REAL *dk_part = parts + part * C * Di;
@@ -441,19 +438,19 @@ static bool KERNEL(indexer_dense_loss_grad)(const cg_run_args *args) {
                 const int64_t t = t0 + r, n = cg_row_seen(rows, t);
                 const int64_t first = rows[t * CG_ROW_FIELDS + CG_ROW_COMPRESSED];
                 REAL log_sum;
-                memset(dlanes, 0, (size_t)(groups * Di) * sizeof(LANES));
+                bool written = false;
                 memset(dw_lanes, 0, (size_t)groups * sizeof(LANES));
                 if (n > 0) {
                     KERNEL(query_pack)(q_index + t * Hi * Di, Hi, Di, lanes);
                     KERNEL(scores_of)(lanes, w + t * Hi, k_index + first * Di, Hi, Di, n, scores);
-                    if (KERNEL(log_softmax_parts)(scores, n, scores, e, &log_sum)) {
+                    if ((written = KERNEL(log_softmax_parts)(scores, n, scores, e, &log_sum))) {
                         KERNEL(kl_dscores)(target + r * C, e, n, factor, scores);
                         KERNEL(key_grads)
                         (lanes, q_index + t * Hi * Di, w + t * Hi, k_index + first * Di, Hi, Di, n, scores,
-                         dots, dlanes, dw_lanes, dk_part + first * Di);
+                         dots, dq + t * Hi * Di, dw_lanes, dk_part + first * Di);
                     }
                 }
-                KERNEL(query_unpack)(dlanes, Hi, Di, dq + t * Hi * Di);
+                if (!written) memset(dq + t * Hi * Di, 0, (size_t)(Hi * Di) * sizeof(REAL));
                 memcpy(dw + t * Hi, dw_lanes, (size_t)Hi * sizeof(REAL));
             }
         }

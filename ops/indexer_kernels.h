@@ -68,23 +68,6 @@ static inline void KERNEL(query_pack)(const REAL *q, int64_t Hi, int64_t Di, LAN
         }
 }
 
-/* The reverse: lanes [groups of heads, Di] -> q [Hi, Di] */
-static inline void KERNEL(query_unpack)(const LANES *lanes, int64_t Hi, int64_t Di, REAL *q) {
-    for (int64_t g = 0; g < cg_ceil_div(Hi, CG_LANES); g++)
-        for (int64_t d = 0; d < Di; d += CG_LANES) {
-            LANES a[CG_LANES] = {0};
-            for (int64_t i = 0; i < CG_LANES && d + i < Di; i++) a[i] = lanes[g * Di + d + i];
-            KERNEL(transpose)(a);
-            for (int64_t h = 0; h < CG_LANES && g * CG_LANES + h < Hi; h++) {
-                REAL *row = q + (g * CG_LANES + h) * Di + d;
-                if (d + CG_LANES <= Di)
-                    *(LANES *)row = a[h];
-                else
-                    for (int64_t i = 0; i < Di - d; i++) row[i] = a[h][i];
-            }
-        }
-}
-
 /* What the registers hold: sums of two groups of heads with CG_LANES keys (or twice as many numbers of a gradient), or of
  * one group with twice as many. AVX-512 has 32 vector registers, others 16. */
 #undef WIDE
@@ -200,57 +183,63 @@ static __attribute__((noinline)) void KERNEL(grad_dots)(const LANES *lanes, cons
             KERNEL(keys_at)(index ? k : k + j * Di, Di, index ? index + j : NULL, m - j, key);
             KERNEL(key_dots)(lanes + g0 * Di, Di, groups, key, m - j, tile);
             for (int64_t g = 0; g < groups; g++) {
-                LANES sum = dw[g0 + g];
+                LANES sum[4] = {dw[g0 + g]}; /* several: an addition waits for the one before */
                 for (int64_t i = 0; i < CG_KEYS && j + i < m; i++) {
                     const LANES dot = tile[g * CG_KEYS + i], scaled = ds[j + i] * weight[g];
                     __typeof__(dot > dot) on = dot > (LANES){0};
-                    sum += ds[j + i] * (LANES)(on & (__typeof__(on))dot);
+                    sum[i % 4] += ds[j + i] * (LANES)(on & (__typeof__(on))dot);
                     dots[(j + i) * all_groups + g0 + g] = (LANES)(on & (__typeof__(on))scaled);
                 }
-                dw[g0 + g] = sum;
+                dw[g0 + g] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
             }
         }
     }
 }
 
-/* Channels d .. d + n - 1 of `groups` groups of heads: out [groups, Di] += dots times keys. The numbers are constants. */
+/* n heads and `vectors` vectors of channels, both constants: dq [n, Di] += dots [m, all heads] times keys; or =. */
 static inline __attribute__((always_inline)) void
-KERNEL(add_keys)(const REAL *k, int64_t Di, const int32_t *index, int64_t m, const LANES *dots,
-                 int64_t all_groups, const int groups, int64_t d, const int n, LANES *out) {
-    LANES sum[CG_KEYS];
-    _Pragma("GCC unroll 16") for (int i = 0; i < groups * n; i++) sum[i] = out[i / n * Di + d + i % n];
+KERNEL(add_keys)(const REAL *k, int64_t Di, const int32_t *index, int64_t m, const REAL *dots,
+                 int64_t all_heads, const int n, const int vectors, bool add, REAL *dq) {
+    LANES sum[CG_KEYS] = {0};
+    if (add)
+        _Pragma("GCC unroll 16") for (int i = 0; i < n * vectors; i++) sum[i] =
+            ((const LANES *)(dq + i / vectors * Di))[i % vectors];
     for (int64_t j = 0; j < m; j++) {
-        const REAL *key = k + (index ? (int64_t)index[j] : j) * Di + d;
-        const LANES *dot = dots + j * all_groups;
-        _Pragma("GCC unroll 16") for (int i = 0; i < n; i++) {
-            const REAL x = key[i];
-            _Pragma("GCC unroll 2") for (int g = 0; g < groups; g++) sum[g * n + i] =
-                KERNEL(fused_lanes)(x, dot[g], sum[g * n + i]);
-        }
+        const LANES *key = (const LANES *)(k + (index ? (int64_t)index[j] : j) * Di);
+        const REAL *dot = dots + j * all_heads;
+        _Pragma("GCC unroll 4") for (int h = 0; h < n; h++)
+            _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++) sum[h * vectors + v] =
+                KERNEL(fused_lanes)(dot[h], key[v], sum[h * vectors + v]);
     }
-    _Pragma("GCC unroll 16") for (int i = 0; i < groups * n; i++) out[i / n * Di + d + i % n] = sum[i];
+    _Pragma("GCC unroll 16") for (int i = 0; i < n * vectors;
+                                  i++)((LANES *)(dq + i / vectors * Di))[i % vectors] = sum[i];
 }
 
+/* dq [Hi, Di]. The channels of a few vectors at a time, so that those of all keys stay in the first-level cache. */
 static __attribute__((noinline)) void KERNEL(grad_queries)(const REAL *k, int64_t Hi, int64_t Di,
                                                            const int32_t *index, int64_t m, const LANES *dots,
-                                                           LANES *dlanes) {
-    const int64_t groups = cg_ceil_div(Hi, CG_LANES);
-    for (int64_t g = 0; g < groups;) {
-        LANES *out = dlanes + g * Di;
-        const bool two = WIDE && groups - g > 1;
-        int64_t d = 0;
-        for (; WIDE && !two && d + CG_KEYS <= Di; d += CG_KEYS)
-            KERNEL(add_keys)(k, Di, index, m, dots + g, groups, 1, d, CG_KEYS, out);
-        for (; d + CG_LANES <= Di; d += CG_LANES)
-            if (two)
-                KERNEL(add_keys)(k, Di, index, m, dots + g, groups, 2, d, CG_LANES, out);
-            else
-                KERNEL(add_keys)(k, Di, index, m, dots + g, groups, 1, d, CG_LANES, out);
-        for (; d < Di; d++)
-            for (int i = 0; i <= two; i++)
-                KERNEL(add_keys)(k, Di, index, m, dots + g + i, groups, 1, d, 1, out + i * Di);
-        g += 1 + two;
+                                                           bool add, REAL *dq) {
+    enum { HEADS = WIDE ? 4 : 2, VECTORS = 4 };
+    const int64_t heads = cg_ceil_div(Hi, CG_LANES) * CG_LANES;
+    const REAL *dot = (const REAL *)dots;
+    int64_t d = 0;
+    for (; d + VECTORS * CG_LANES <= Di; d += VECTORS * CG_LANES) {
+        int64_t h = 0;
+        for (; h + HEADS <= Hi; h += HEADS)
+            KERNEL(add_keys)(k + d, Di, index, m, dot + h, heads, HEADS, VECTORS, add, dq + h * Di + d);
+        for (; h < Hi; h++)
+            KERNEL(add_keys)(k + d, Di, index, m, dot + h, heads, 1, VECTORS, add, dq + h * Di + d);
     }
+    for (; d + CG_LANES <= Di; d += CG_LANES)
+        for (int64_t h = 0; h < Hi; h++)
+            KERNEL(add_keys)(k + d, Di, index, m, dot + h, heads, 1, 1, add, dq + h * Di + d);
+    for (; d < Di; d++)
+        for (int64_t h = 0; h < Hi; h++) {
+            REAL sum = add ? dq[h * Di + d] : 0;
+            for (int64_t j = 0; j < m; j++)
+                sum = KERNEL(fused)(dot[j * heads + h], k[(index ? (int64_t)index[j] : j) * Di + d], sum);
+            dq[h * Di + d] = sum;
+        }
 }
 
 /* n <= CG_DEALT keys, no two the same row: dk[i] [Di] += sum_h dot[i][h] q[h]. n is a constant. */
@@ -310,15 +299,15 @@ static __attribute__((noinline)) void KERNEL(grad_keys)(const REAL *q, int64_t H
     }
 }
 
-/* All of it for rows 0..n-1 of k, from ds [n]. Adds to dlanes [groups, Di] (dq with heads in the lanes), dw [groups]
- * and dk [n, Di]. `dots` is scratch of cg_key_dots_bytes. */
+/* All of it for rows 0..n-1 of k, from ds [n], n > 0. Writes dq [Hi, Di], adds to dw [groups] and dk [n, Di]. `dots` is
+ * scratch of cg_key_dots_bytes. */
 static inline void KERNEL(key_grads)(const LANES *lanes, const REAL *q, const REAL *w, const REAL *k,
-                                     int64_t Hi, int64_t Di, int64_t n, const REAL *ds, LANES *dots,
-                                     LANES *dlanes, LANES *dw, REAL *dk) {
+                                     int64_t Hi, int64_t Di, int64_t n, const REAL *ds, LANES *dots, REAL *dq,
+                                     LANES *dw, REAL *dk) {
     for (int64_t j = 0; j < n; j += CG_KEY_TILE) {
         const int64_t m = n - j < CG_KEY_TILE ? n - j : CG_KEY_TILE;
         KERNEL(grad_dots)(lanes, w, k + j * Di, Hi, Di, NULL, m, ds + j, dots, dw);
-        KERNEL(grad_queries)(k + j * Di, Hi, Di, NULL, m, dots, dlanes);
+        KERNEL(grad_queries)(k + j * Di, Hi, Di, NULL, m, dots, j > 0, dq);
         KERNEL(grad_keys)(q, Hi, Di, m, dots, dk + j * Di);
     }
 }

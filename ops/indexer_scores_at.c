@@ -11,9 +11,14 @@
  *   dk[c,:]   = sum over (t,j) with topk[t,j] = c of ds sum_h w[t,h] 1[q.k > 0] q[t,h,:]
  *
  * An index may stand in a list twice. Rows of k that no list names are not read, and their gradient is exactly
- * 0, as is that of a row whose list is empty; ds of a -1 slot is not read either. The keys are dealt out to the
- * threads, and a key's dk is summed over the rows in order: the same bits on any number of threads, without a copy of
- * dk for each. What is known then, for some rows at a time, is a bit per slot and head, 1[q.k > 0].
+ * 0, as is that of a row whose list is empty; ds of a -1 slot is not read either.
+ *
+ * A list that names most keys of a range has the scores of the whole range made, and takes its own: keys in order may
+ * be turned around once for all rows.
+ *
+ * In backward the keys are dealt out to the threads, and a key's dk is summed over the rows in order: the same bits on
+ * any number of threads, without a copy of dk for each. What is known then, for some rows at a time, is a bit per slot
+ * and head, 1[q.k > 0].
  *
  * Saved:     q w k topk                     (4*(T*Hi*Di + T*Hi + C*Di + T*K) bytes in f32)
  * Recompute: same bits; topk is given, not chosen again
@@ -58,35 +63,42 @@ static size_t lanes_bytes(int64_t Hi, int64_t Di, size_t real) {
     return cg_align_bytes((size_t)(cg_ceil_div(Hi, CG_LANES) * CG_LANES * Di) * real);
 }
 
+/* Whether ranges of keys are worth being turned around: what the lists ask for is more. */
+static bool scores_at_packs(int64_t T, int64_t K, int64_t C) { return C <= T * K; }
+
+/* Keys of a range of which a list of n names enough. */
+static int64_t scores_at_range(int64_t n) { return n + n / 4 + CG_KEYS; }
+
 static size_t scores_at_piece(int64_t Hi, int64_t Di, int64_t K, size_t real) {
-    return lanes_bytes(Hi, Di, real) + 2 * cg_align_bytes((size_t)K * sizeof(int32_t));
+    return lanes_bytes(Hi, Di, real) + 2 * cg_align_bytes((size_t)(K + 1) * sizeof(int32_t)) +
+           cg_align_bytes((size_t)cg_row_scores(scores_at_range(K)) * real);
 }
 
 static size_t indexer_scores_at_workspace(const cg_node *node) {
     const cg_shape *q = &node->in[0]->shape;
-    return (size_t)cg_thread_slots() * scores_at_piece(q->dims[1], q->dims[2], node->in[3]->shape.dims[1],
-                                                       cg_dtype_bytes(node->in[0]->dtype));
+    const int64_t C = node->in[2]->shape.dims[0], K = node->in[3]->shape.dims[1];
+    const size_t real = cg_dtype_bytes(node->in[0]->dtype);
+    return (scores_at_packs(q->dims[0], K, C) ? cg_packed_keys_bytes(C, q->dims[2], real) : 0) +
+           (size_t)cg_thread_slots() * scores_at_piece(q->dims[1], q->dims[2], K, real);
 }
 
 /* What one thread needs for a row. */
 static size_t scores_at_grad_piece(int64_t Hi, int64_t Di, int64_t K, size_t real) {
-    return 2 * lanes_bytes(Hi, Di, real) + 2 * lanes_bytes(Hi, 1, real) +
-           cg_align_bytes(cg_key_dots_bytes(Hi, real)) + 2 * cg_align_bytes((size_t)K * sizeof(int32_t)) +
+    return lanes_bytes(Hi, Di, real) + 2 * lanes_bytes(Hi, 1, real) +
+           cg_align_bytes(cg_key_dots_bytes(Hi, real)) + 2 * cg_align_bytes((size_t)(K + 1) * sizeof(int32_t)) +
            cg_align_bytes((size_t)K * real);
 }
 
-/* A row that waits for its keys: a bit per slot and head, the slots in order of the thread that has their key, and
- * where each thread's begin. */
+/* The bits of a row that waits for its keys: one per slot and head. */
 static size_t scores_at_grad_row(int64_t Hi, int64_t K) {
-    return cg_align_bytes((size_t)(K * cg_ceil_div(Hi, CG_LANES))) +
-           cg_align_bytes((size_t)K * sizeof(int32_t)) +
-           cg_align_bytes((size_t)(cg_thread_slots() + 1) * sizeof(int32_t));
+    return cg_align_bytes((size_t)(K * cg_ceil_div(Hi, CG_LANES)));
 }
 
-/* Rows that wait together: threads wait for each other once for all of them. */
-enum { GRAD_ROWS = 64, GRAD_BYTES = 1 << 18 };
-static int64_t scores_at_grad_rows(int64_t T, int64_t Hi, int64_t K) {
-    const int64_t fit = GRAD_BYTES / (int64_t)scores_at_grad_row(Hi, K),
+/* Rows that wait together: threads wait for each other once for all of them. More while their queries stay in a
+ * second-level cache. */
+enum { GRAD_ROWS = 64, GRAD_BYTES = 1 << 19 };
+static int64_t scores_at_grad_rows(int64_t T, int64_t Hi, int64_t Di, int64_t K, size_t real) {
+    const int64_t fit = GRAD_BYTES / (int64_t)(lanes_bytes(Hi, Di, real) + scores_at_grad_row(Hi, K)),
                   rows = fit < GRAD_ROWS ? GRAD_ROWS : fit;
     return T < rows ? T : rows;
 }
@@ -94,40 +106,44 @@ static int64_t scores_at_grad_rows(int64_t T, int64_t Hi, int64_t K) {
 static size_t indexer_scores_at_grad_workspace(const cg_node *node) {
     const cg_shape *q = &node->in[1]->shape;
     const int64_t T = q->dims[0], Hi = q->dims[1], Di = q->dims[2], K = node->in[4]->shape.dims[1];
-    return (size_t)scores_at_grad_rows(T, Hi, K) * scores_at_grad_row(Hi, K) +
-           (size_t)cg_thread_slots() * scores_at_grad_piece(Hi, Di, K, cg_dtype_bytes(node->in[1]->dtype));
-}
-
-typedef struct waiting_row {
-    uint8_t *active;         /* [K, groups of heads] */
-    int32_t *order, *starts; /* [K], [threads + 1] */
-} waiting_row;
-
-static waiting_row waiting_at(char *workspace, int64_t row, int64_t Hi, int64_t K) {
-    char *at = workspace + (size_t)row * scores_at_grad_row(Hi, K);
-    waiting_row waiting;
-    waiting.active = cg_take(&at, (size_t)(K * cg_ceil_div(Hi, CG_LANES)));
-    waiting.order = cg_take(&at, (size_t)K * sizeof(int32_t));
-    waiting.starts = (int32_t *)at;
-    return waiting;
+    const size_t real = cg_dtype_bytes(node->in[1]->dtype);
+    return (size_t)scores_at_grad_rows(T, Hi, Di, K, real) * scores_at_grad_row(Hi, K) +
+           (size_t)cg_thread_slots() * scores_at_grad_piece(Hi, Di, K, real);
 }
 
 /* The thread that has a key: neighbours go to different ones, since a list may lie at one end of all keys. The golden
- * ratio's multiples spread evenly (Knuth, The Art of Computer Programming, section 6.4). */
+ * ratio's multiples spread evenly (Knuth, The Art of Computer Programming, section 6.4). In 32 bits, for up to 65536
+ * threads. */
 static inline int32_t owner_of(int32_t key, int32_t n_owners) {
-    return (int32_t)(((uint64_t)((uint32_t)key * 2654435769u) * (uint32_t)n_owners) >> 32);
+    return (int32_t)((((uint32_t)key * 2654435769u) >> 16) * (uint32_t)n_owners >> 16);
 }
 
-/* Deal out the keys of a list [K]. A thread's slots keep their order. */
-static void deal_out(const int32_t *index, int64_t K, int32_t n_owners, int32_t *order, int32_t *starts) {
-    for (int32_t o = 0; o <= n_owners; o++) starts[o] = 0;
-    for (int64_t j = 0; j < K; j++)
-        if (index[j] >= 0) starts[owner_of(index[j], n_owners) + 1]++;
-    for (int32_t o = 0; o < n_owners; o++) starts[o + 1] += starts[o];
-    for (int64_t j = 0; j < K; j++)
-        if (index[j] >= 0) order[starts[owner_of(index[j], n_owners)]++] = (int32_t)j;
-    for (int32_t o = n_owners; o > 0; o--) starts[o] = starts[o - 1]; /* each has moved to its end */
-    starts[0] = 0;
+/* The slots of a list [K] whose keys a thread has, in order: slots [K + 1]. Returns how many. */
+static int64_t owned_slots(const int32_t *index, int64_t K, int32_t owner, int32_t n_owners, int32_t *slots) {
+    enum { PIECE = 64 };
+    int64_t n = 0;
+    for (int64_t j0 = 0; j0 < K; j0 += PIECE) {
+        const int64_t m = K - j0 < PIECE ? K - j0 : PIECE;
+        int32_t has[PIECE]; /* in a loop of its own, for the sake of vectors */
+        for (int64_t j = 0; j < m; j++)
+            has[j] = (index[j0 + j] >= 0) & (owner_of(index[j0 + j], n_owners) == owner);
+        for (int64_t j = 0; j < m; j++) {
+            slots[n] = (int32_t)(j0 + j);
+            n += has[j];
+        }
+    }
+    return n;
+}
+
+/* The used slots of a list [K] and the keys that they name: each [K + 1]. Returns how many. */
+static int64_t used_slots(const int32_t *index, int64_t K, int32_t *list, int32_t *slots) {
+    int64_t n = 0;
+    for (int64_t j = 0; j < K; j++) {
+        list[n] = index[j];
+        slots[n] = (int32_t)j;
+        n += index[j] >= 0;
+    }
+    return n;
 }
 
 #define CG_KERNEL_FILE "ops/indexer_scores_at.c"
@@ -313,6 +329,7 @@ cg_value *cg_indexer_scores_at(cg_graph *graph, cg_value *q, cg_value *w, cg_val
 #else
 
 #include "ops/indexer_kernels.h"
+#include "ops/packed_keys.h"
 
 static bool KERNEL(indexer_scores_at)(const cg_run_args *args) {
     const REAL *q = args->in[0].data, *w = args->in[1].data, *k = args->in[2].data;
@@ -321,28 +338,44 @@ static bool KERNEL(indexer_scores_at)(const cg_run_args *args) {
     const int64_t T = args->in[0].shape.dims[0], Hi = args->in[0].shape.dims[1], Di = args->in[0].shape.dims[2];
     const int64_t C = args->in[2].shape.dims[0], K = args->in[3].shape.dims[1];
     if (!cg_index_fits(args, "topk", topk, T, K, C)) return false;
-#pragma omp parallel for schedule(static)
+    const bool packs = scores_at_packs(T, K, C);
+    LANES *packed = args->workspace;
+    if (packs) KERNEL(keys_pack)(k, C, Di, packed);
+    char *pieces = (char *)args->workspace + (packs ? cg_packed_keys_bytes(C, Di, sizeof(REAL)) : 0);
+#pragma omp parallel for schedule(dynamic, 8)
     for (int64_t t = 0; t < T; t++) {
-        char *at =
-            (char *)args->workspace + (size_t)cg_thread_slot() * scores_at_piece(Hi, Di, K, sizeof(REAL));
+        char *at = pieces + (size_t)cg_thread_slot() * scores_at_piece(Hi, Di, K, sizeof(REAL));
         LANES *lanes = cg_take(&at, lanes_bytes(Hi, Di, sizeof(REAL)));
-        int32_t *list = cg_take(&at, (size_t)K * sizeof *list), *slot = cg_take(&at, (size_t)K * sizeof *slot);
+        int32_t *list = cg_take(&at, (size_t)(K + 1) * sizeof *list);
+        int32_t *slots = cg_take(&at, (size_t)(K + 1) * sizeof *slots);
+        REAL *range = (REAL *)at;
+        const REAL *row_q = q + t * Hi * Di, *row_w = w + t * Hi;
+        const int32_t *index = topk + t * K;
+        REAL *out = scores + t * K;
+        int32_t first = INT32_MAX, last = -1;
         int64_t n = 0;
         for (int64_t j = 0; j < K; j++) {
-            scores[t * K + j] = -(REAL)INFINITY;
-            if (topk[t * K + j] < 0) continue;
-            list[n] = topk[t * K + j];
-            slot[n++] = (int32_t)j;
+            const uint32_t key = (uint32_t)index[j]; /* -1 is no first one */
+            first = key < (uint32_t)first ? (int32_t)key : first;
+            last = index[j] > last ? index[j] : last;
+            n += index[j] >= 0;
         }
-        if (n == 0) continue;
-        KERNEL(query_pack)(q + t * Hi * Di, Hi, Di, lanes);
+        if (packs && last - first < scores_at_range(n)) {
+            const int64_t begin = first / CG_KEYS * CG_KEYS; /* of a tile */
+            for (int64_t j = begin; j <= last; j += CG_KEYS) KERNEL(packed_scores)
+            (row_q, row_w, Hi, Di, packed + j / CG_LANES * Di, last + 1 - j, range + j - begin);
+            for (int64_t j = 0; j < K; j++) out[j] = index[j] < 0 ? -(REAL)INFINITY : range[index[j] - begin];
+            continue;
+        }
+        for (int64_t j = 0; j < K; j++) out[j] = -(REAL)INFINITY;
+        n = used_slots(index, K, list, slots);
+        if (n > 0) KERNEL(query_pack)(row_q, Hi, Di, lanes);
         for (int64_t j = 0; j < n; j += CG_KEYS) {
             const REAL *key[CG_KEYS];
             LANES score[CG_KEYS / CG_LANES];
             KERNEL(keys_at)(k, Di, list + j, n - j, key);
-            KERNEL(key_scores)(lanes, w + t * Hi, Hi, Di, key, n - j, score);
-            for (int64_t i = 0; i < CG_KEYS && j + i < n; i++)
-                scores[t * K + slot[j + i]] = ((const REAL *)score)[i];
+            KERNEL(key_scores)(lanes, row_w, Hi, Di, key, n - j, score);
+            for (int64_t i = 0; i < CG_KEYS && j + i < n; i++) out[slots[j + i]] = ((const REAL *)score)[i];
         }
     }
     return true;
@@ -353,12 +386,18 @@ typedef REAL_INTEGER KERNEL(bits) __attribute__((vector_size(CG_LANES * sizeof(R
 /* The heads of a key whose dots are not 0, a bit each. */
 static inline void KERNEL(note_active)(const LANES *dots, int64_t groups, uint8_t *active) {
     for (int64_t g = 0; g < groups; g++) {
+#if defined(__AVX2__) && REAL_BITS == 32
+        active[g] = (uint8_t)_mm256_movemask_ps((__m256)(dots[g] != (LANES){0}));
+#elif defined(__AVX512F__)
+        active[g] = (uint8_t)_mm512_cmpneq_pd_mask((__m512d)dots[g], _mm512_setzero_pd());
+#else
         KERNEL(bits) bits = {1, 2, 4, 8, 16, 32, 64, 128};
         bits &= (KERNEL(bits))(dots[g] != (LANES){0});
         bits |= __builtin_shufflevector(bits, bits, 4, 5, 6, 7, 0, 1, 2, 3);
         bits |= __builtin_shufflevector(bits, bits, 2, 3, 0, 1, 6, 7, 4, 5);
         bits |= __builtin_shufflevector(bits, bits, 1, 0, 3, 2, 5, 4, 7, 6);
         active[g] = (uint8_t)bits[0];
+#endif
     }
 }
 
@@ -373,10 +412,10 @@ static inline void KERNEL(restore_dots)(const uint8_t *active, REAL ds, const LA
     }
 }
 
-/* dk += from the n slots of a row that `order` names. */
+/* dk += from n slots of a row. */
 static __attribute__((noinline)) void KERNEL(grad_dealt)(const REAL *q, const LANES *weights, int64_t Hi,
                                                          int64_t Di, const int32_t *index, const REAL *ds,
-                                                         const int32_t *order, int64_t n, const uint8_t *active,
+                                                         const int32_t *slots, int64_t n, const uint8_t *active,
                                                          LANES *dots, REAL *dk) {
     const int64_t groups = cg_ceil_div(Hi, CG_LANES);
     for (int64_t i = 0; i < n; i += CG_DEALT) {
@@ -384,7 +423,7 @@ static __attribute__((noinline)) void KERNEL(grad_dealt)(const REAL *q, const LA
         REAL *to[CG_DEALT];
         const int64_t m = n - i < CG_DEALT ? n - i : CG_DEALT;
         for (int64_t e = 0; e < m; e++) {
-            const int64_t j = order[i + e];
+            const int64_t j = slots[i + e];
             KERNEL(restore_dots)(active + j * groups, ds[j], weights, groups, dots + e * groups);
             dot[e] = (const REAL *)(dots + e * groups);
             to[e] = dk + (int64_t)index[j] * Di;
@@ -400,56 +439,53 @@ static bool KERNEL(indexer_scores_at_grad)(const cg_run_args *args) {
     const int64_t T = args->in[1].shape.dims[0], Hi = args->in[1].shape.dims[1], Di = args->in[1].shape.dims[2];
     const int64_t C = args->in[3].shape.dims[0], K = args->in[4].shape.dims[1];
     if (!cg_index_fits(args, "topk", topk, T, K, C)) return false;
-    const int64_t block = scores_at_grad_rows(T, Hi, K), groups = cg_ceil_div(Hi, CG_LANES);
-    char *pieces = (char *)args->workspace + (size_t)block * scores_at_grad_row(Hi, K);
+    const int64_t block = scores_at_grad_rows(T, Hi, Di, K, sizeof(REAL)), groups = cg_ceil_div(Hi, CG_LANES);
+    const size_t row_bytes = scores_at_grad_row(Hi, K);
+    char *pieces = (char *)args->workspace + (size_t)block * row_bytes;
     const int n_owners = cg_threads();
+    const int64_t neighbours = Hi < 64 ? cg_ceil_div(64, Hi) : 1; /* rows whose dw may share a cache line */
     memset(dk, 0, (size_t)(C * Di) * sizeof(REAL));
 #pragma omp parallel
     {
         char *at = pieces + (size_t)cg_thread_slot() * scores_at_grad_piece(Hi, Di, K, sizeof(REAL));
         LANES *lanes = cg_take(&at, lanes_bytes(Hi, Di, sizeof(REAL)));
-        LANES *dlanes = cg_take(&at, lanes_bytes(Hi, Di, sizeof(REAL)));
         LANES *dw_lanes = cg_take(&at, lanes_bytes(Hi, 1, sizeof(REAL)));
         LANES *weights = cg_take(&at, lanes_bytes(Hi, 1, sizeof(REAL)));
         LANES *dots = cg_take(&at, cg_key_dots_bytes(Hi, sizeof(REAL)));
-        int32_t *list = cg_take(&at, (size_t)K * sizeof *list), *slot = cg_take(&at, (size_t)K * sizeof *slot);
+        int32_t *list = cg_take(&at, (size_t)(K + 1) * sizeof *list);
+        int32_t *slots = cg_take(&at, (size_t)(K + 1) * sizeof *slots);
         REAL *ds = cg_take(&at, (size_t)K * sizeof *ds);
         memset(weights, 0, lanes_bytes(Hi, 1, sizeof(REAL)));
         for (int64_t t0 = 0; t0 < T; t0 += block) {
             const int64_t end = T - t0 < block ? T : t0 + block;
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, neighbours)
             for (int64_t t = t0; t < end; t++) {
-                const waiting_row row = waiting_at(args->workspace, t - t0, Hi, K);
-                int64_t n = 0;
-                for (int64_t j = 0; j < K; j++) {
-                    if (topk[t * K + j] < 0) continue;
-                    list[n] = topk[t * K + j];
-                    slot[n] = (int32_t)j;
-                    ds[n++] = dscores[t * K + j];
-                }
-                memset(dlanes, 0, lanes_bytes(Hi, Di, sizeof(REAL)));
+                uint8_t *active = (uint8_t *)args->workspace + (size_t)(t - t0) * row_bytes;
+                const int64_t n = used_slots(topk + t * K, K, list, slots);
+                for (int64_t j = 0; j < n; j++) ds[j] = dscores[t * K + slots[j]];
                 memset(dw_lanes, 0, lanes_bytes(Hi, 1, sizeof(REAL)));
-                if (n > 0) KERNEL(query_pack)(q + t * Hi * Di, Hi, Di, lanes);
+                if (n > 0)
+                    KERNEL(query_pack)(q + t * Hi * Di, Hi, Di, lanes);
+                else
+                    memset(dq + t * Hi * Di, 0, (size_t)(Hi * Di) * sizeof(REAL));
                 for (int64_t j = 0; j < n; j += CG_KEY_TILE) {
                     const int64_t m = n - j < CG_KEY_TILE ? n - j : CG_KEY_TILE;
                     KERNEL(grad_dots)(lanes, w + t * Hi, k, Hi, Di, list + j, m, ds + j, dots, dw_lanes);
-                    KERNEL(grad_queries)(k, Hi, Di, list + j, m, dots, dlanes);
+                    KERNEL(grad_queries)(k, Hi, Di, list + j, m, dots, j > 0, dq + t * Hi * Di);
                     for (int64_t i = 0; i < m; i++)
-                        KERNEL(note_active)(dots + i * groups, groups, row.active + slot[j + i] * groups);
+                        KERNEL(note_active)(dots + i * groups, groups, active + slots[j + i] * groups);
                 }
-                KERNEL(query_unpack)(dlanes, Hi, Di, dq + t * Hi * Di);
                 memcpy(dw + t * Hi, dw_lanes, (size_t)Hi * sizeof(REAL));
-                deal_out(topk + t * K, K, n_owners, row.order, row.starts);
             }
 #pragma omp for schedule(static, 1)
             for (int32_t owner = 0; owner < n_owners; owner++)
                 for (int64_t t = t0; t < end; t++) {
-                    const waiting_row row = waiting_at(args->workspace, t - t0, Hi, K);
-                    const int32_t first = row.starts[owner], n = row.starts[owner + 1] - first;
+                    const uint8_t *active = (const uint8_t *)args->workspace + (size_t)(t - t0) * row_bytes;
+                    const int64_t n = owned_slots(topk + t * K, K, owner, n_owners, slots);
                     memcpy(weights, w + t * Hi, (size_t)Hi * sizeof(REAL));
                     KERNEL(grad_dealt)
-                    (q + t * Hi * Di, weights, Hi, Di, topk + t * K, dscores + t * K, row.order + first, n,
-                     row.active, dots, dk);
+                    (q + t * Hi * Di, weights, Hi, Di, topk + t * K, dscores + t * K, slots, n, active, dots,
+                     dk);
                 }
         }
     }

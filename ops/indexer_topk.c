@@ -35,23 +35,15 @@ static bool indexer_topk_infer(cg_infer *infer) {
     return true;
 }
 
-/* Keys in tiles, for keys_pack. */
-static size_t packed_keys_bytes(int64_t C, int64_t Di, size_t real) {
-    return cg_align_bytes((size_t)(cg_ceil_div(C, CG_KEYS) * CG_KEYS * Di) * real);
-}
-
-/* Scores of a row: whole tiles of keys, of which the first and the last may reach beyond what the row sees. */
-static int64_t row_scores(int64_t C) { return C + 2 * CG_KEYS; }
-
 /* One thread's piece: scores of its rows, and what selecting takes. */
 static size_t indexer_topk_piece(int64_t C, int64_t K, size_t real) {
-    return cg_align_bytes((size_t)(TOPK_ROWS * row_scores(C)) * real) + cg_select_bytes(C, K, real);
+    return cg_align_bytes((size_t)(TOPK_ROWS * cg_row_scores(C)) * real) + cg_select_bytes(C, K, real);
 }
 
 static size_t indexer_topk_workspace(const cg_node *node) {
     const int64_t Di = cg_dim(node->in[0], 2), C = cg_dim(node->in[2], 0), K = cg_dim(node->out[0], 1);
     const size_t real = cg_dtype_bytes(node->in[0]->dtype);
-    return packed_keys_bytes(C, Di, real) + (size_t)cg_thread_slots() * indexer_topk_piece(C, K, real);
+    return cg_packed_keys_bytes(C, Di, real) + (size_t)cg_thread_slots() * indexer_topk_piece(C, K, real);
 }
 
 #define CG_KERNEL_FILE "ops/indexer_topk.c"
@@ -178,53 +170,8 @@ cg_value *cg_indexer_topk(cg_graph *graph, cg_value *q, cg_value *w, cg_value *k
 #else
 
 #include "ops/indexer_kernels.h"
+#include "ops/packed_keys.h"
 #include "ops/select.h"
-
-/* Many rows share the keys, so those are turned around, once: they lie in the lanes, and heads are read where they are. */
-
-/* k [C, Di] -> packed [tiles of CG_KEYS keys, Di, CG_KEYS], zeros behind the last key. */
-static void KERNEL(keys_pack)(const REAL *k, int64_t C, int64_t Di, LANES *packed) {
-#pragma omp parallel for schedule(static) if (C * Di > 16384)
-    for (int64_t tile = 0; tile < cg_ceil_div(C, CG_KEYS); tile++)
-        for (int64_t half = 0; half < CG_KEYS / CG_LANES; half++)
-            for (int64_t d = 0; d < Di; d += CG_LANES) {
-                const int64_t first = tile * CG_KEYS + half * CG_LANES,
-                              n = Di - d < CG_LANES ? Di - d : CG_LANES;
-                LANES a[CG_LANES] = {0};
-                for (int64_t i = 0; i < CG_LANES && first + i < C; i++)
-                    memcpy(&a[i], k + (first + i) * Di + d, (size_t)n * sizeof(REAL));
-                KERNEL(transpose)(a);
-                for (int64_t i = 0; i < n; i++)
-                    packed[(tile * Di + d + i) * (CG_KEYS / CG_LANES) + half] = a[i];
-            }
-}
-
-/* Adds n heads, a constant, to the scores of a tile of keys. */
-static inline __attribute__((always_inline)) void KERNEL(add_packed)(const REAL *q, const REAL *w, int64_t Di,
-                                                                     const int n, const LANES *keys,
-                                                                     LANES score[CG_KEYS / CG_LANES]) {
-    enum { VECTORS = CG_KEYS / CG_LANES };
-    LANES sum[CG_LANES][VECTORS] = {0};
-    for (int64_t d = 0; d < Di; d++) _Pragma("GCC unroll 8") for (int h = 0; h < n; h++) {
-            const REAL x = q[h * Di + d];
-            _Pragma("GCC unroll 2") for (int v = 0; v < VECTORS; v++) sum[h][v] =
-                KERNEL(fused_lanes)(x, keys[d * VECTORS + v], sum[h][v]);
-        }
-    _Pragma("GCC unroll 8") for (int h = 0; h < n; h++)
-        _Pragma("GCC unroll 2") for (int v = 0; v < VECTORS; v++) score[v] =
-            KERNEL(fused_lanes)(w[h], KERNEL(relu_lanes)(sum[h][v]), score[v]);
-}
-
-/* Index scores of a row with a tile of packed keys, CG_KEYS of them. The bits of key_scores. */
-static __attribute__((noinline)) void KERNEL(packed_scores)(const REAL *q, const REAL *w, int64_t Hi,
-                                                            int64_t Di, const LANES *keys, REAL *scores) {
-    enum { HEADS = WIDE ? 8 : 4 };
-    LANES score[CG_KEYS / CG_LANES] = {0};
-    int64_t h = 0;
-    for (; h + HEADS <= Hi; h += HEADS) KERNEL(add_packed)(q + h * Di, w + h, Di, HEADS, keys, score);
-    for (; h < Hi; h++) KERNEL(add_packed)(q + h * Di, w + h, Di, 1, keys, score);
-    memcpy(scores, score, sizeof score);
-}
 
 static bool KERNEL(indexer_topk)(const cg_run_args *args) {
     const REAL *q = args->in[0].data, *w = args->in[1].data, *k = args->in[2].data;
@@ -235,13 +182,13 @@ static bool KERNEL(indexer_topk)(const cg_run_args *args) {
     if (!cg_rows_fit(args, rows, T, C)) return false;
     LANES *packed = args->workspace;
     KERNEL(keys_pack)(k, C, Di, packed);
-    char *pieces = (char *)args->workspace + packed_keys_bytes(C, Di, sizeof(REAL));
+    char *pieces = (char *)args->workspace + cg_packed_keys_bytes(C, Di, sizeof(REAL));
     int64_t bad = INT64_MAX; /* row * C + key of the first NaN */
 #pragma omp parallel for schedule(dynamic) reduction(min : bad)
     for (int64_t t0 = 0; t0 < T; t0 += TOPK_ROWS) {
         const int64_t n_rows = T - t0 < TOPK_ROWS ? T - t0 : TOPK_ROWS;
         char *at = pieces + (size_t)cg_thread_slot() * indexer_topk_piece(C, K, sizeof(REAL));
-        REAL *scores = cg_take(&at, (size_t)(TOPK_ROWS * row_scores(C)) * sizeof(REAL));
+        REAL *scores = cg_take(&at, (size_t)(TOPK_ROWS * cg_row_scores(C)) * sizeof(REAL));
         const SELECT scratch = KERNEL(select_take)(&at, C, K);
         int64_t first = C, end = 0;
         for (int64_t r = 0; r < n_rows; r++) {
@@ -259,12 +206,12 @@ static bool KERNEL(indexer_topk)(const cg_run_args *args) {
                 /* from the tile on in which the row's first key lies */
                 for (int64_t j = c < start ? start / CG_KEYS * CG_KEYS : c; j < to; j += CG_KEYS)
                     KERNEL(packed_scores)
-                (q + (t0 + r) * Hi * Di, w + (t0 + r) * Hi, Hi, Di, packed + j / CG_LANES * Di,
-                 scores + r * row_scores(C) + CG_KEYS + j - start);
+                (q + (t0 + r) * Hi * Di, w + (t0 + r) * Hi, Hi, Di, packed + j / CG_LANES * Di, to - j,
+                 scores + r * cg_row_scores(C) + CG_KEYS + j - start);
             }
         for (int64_t r = 0; r < n_rows; r++) {
             const int32_t *row = rows + (t0 + r) * CG_ROW_FIELDS;
-            const int64_t nan = KERNEL(select)(scores + r * row_scores(C) + CG_KEYS, row[CG_ROW_VISIBLE], K,
+            const int64_t nan = KERNEL(select)(scores + r * cg_row_scores(C) + CG_KEYS, row[CG_ROW_VISIBLE], K,
                                                row[CG_ROW_COMPRESSED], &scratch, topk + (t0 + r) * K);
             const int64_t place = (t0 + r) * C + row[CG_ROW_COMPRESSED] + nan;
             if (nan >= 0 && place < bad) bad = place;

@@ -14,8 +14,9 @@ typedef ORDER ORDERS __attribute__((vector_size(CG_LANES * sizeof(ORDER)), align
 
 /* Scratch of cg_select_bytes. */
 typedef struct SELECT {
-    ORDER *key, *kept; /* of all, and of those kept in rising order of index; whole vectors, of those kept CG_RANKED */
-    int32_t *place;    /* of those kept, among all */
+    ORDER *key,
+        *kept; /* of all, and of those kept in rising order of index; whole vectors, of those kept CG_RANKED */
+    int32_t *place; /* of those kept, among all */
 } SELECT;
 
 static inline SELECT KERNEL(select_take)(char **at, int64_t n, int64_t k) {
@@ -125,9 +126,9 @@ static inline int64_t KERNEL(select_kept)(const ORDER *key, int64_t n, ORDER bou
 /* better [CG_RANKED] += how many of kept [from, to) are above each bound. */
 static inline __attribute__((always_inline)) void
 KERNEL(select_rank)(const ORDER *kept, int64_t from, int64_t to, const ORDERS *bound, ORDERS *better) {
-    for (int64_t j = from; j < to; j++)
+    _Pragma("GCC unroll 4") for (int64_t j = from; j < to; j++)
         _Pragma("GCC unroll 4") for (int v = 0; v < CG_RANKED / CG_LANES; v++) better[v] -=
-            (ORDERS)(kept[j] > bound[v]);
+        (ORDERS)(kept[j] > bound[v]);
 }
 
 /* Select among scores [n], whose indices are first, first + 1, ...: index [k], best first, then -1. Returns the
