@@ -79,8 +79,13 @@ static inline void KERNEL(query_pack)(const REAL *q, int64_t Hi, int64_t Di, LAN
 
 /* Where each of the next keys lies: rows index[0..n-1] of k, or its rows 0..n-1 when there is no list. When
  * less than CG_KEYS are left the last one is repeated, so that no other row is read. */
-static inline void KERNEL(keys_at)(const REAL *k, int64_t Di, const int32_t *index, int64_t n,
-                                   const REAL *key[CG_KEYS]) {
+static inline __attribute__((always_inline)) void
+KERNEL(keys_at)(const REAL *k, int64_t Di, const int32_t *index, int64_t n, const REAL *key[CG_KEYS]) {
+    if (n >= CG_KEYS) {
+        _Pragma("GCC unroll 16") for (int i = 0; i < CG_KEYS; i++) key[i] =
+            k + (index ? (int64_t)index[i] : i) * Di;
+        return;
+    }
     for (int64_t i = 0; i < CG_KEYS; i++) {
         int64_t j = i < n ? i : n - 1;
         key[i] = k + (index ? (int64_t)index[j] : j) * Di;
@@ -168,6 +173,25 @@ static inline void KERNEL(scores_of)(const LANES *lanes, const REAL *w, const RE
  *
  * q.k is made again rather than kept. Each step is a function of its own, so that its pointers stay in
  * registers. */
+
+/* What n keys give one group of heads: dots of q.k become those above, `stride` vectors apart, and dw takes its part. */
+static inline __attribute__((always_inline)) void KERNEL(scale_dots)(const LANES *qk, const int64_t n,
+                                                                     const REAL *ds, LANES weight,
+                                                                     int64_t stride, LANES *dots, LANES *dw) {
+    LANES even = {0}, odd = {0}; /* an addition waits for the one before */
+    _Pragma("GCC unroll 16") for (int64_t i = 0; i < n; i++) {
+        const LANES scaled = ds[i] * weight;
+        __typeof__(weight > weight) on = qk[i] > (LANES){0};
+        const LANES part = ds[i] * (LANES)(on & (__typeof__(on))qk[i]);
+        if (i % 2 == 0)
+            even += part;
+        else
+            odd += part;
+        dots[i * stride] = (LANES)(on & (__typeof__(on))scaled);
+    }
+    *dw += even + odd;
+}
+
 static __attribute__((noinline)) void KERNEL(grad_dots)(const LANES *lanes, const REAL *w, const REAL *k,
                                                         int64_t Hi, int64_t Di, const int32_t *index, int64_t m,
                                                         const REAL *ds, LANES *dots, LANES *dw) {
@@ -183,14 +207,11 @@ static __attribute__((noinline)) void KERNEL(grad_dots)(const LANES *lanes, cons
             KERNEL(keys_at)(index ? k : k + j * Di, Di, index ? index + j : NULL, m - j, key);
             KERNEL(key_dots)(lanes + g0 * Di, Di, groups, key, m - j, tile);
             for (int64_t g = 0; g < groups; g++) {
-                LANES sum[4] = {dw[g0 + g]}; /* several: an addition waits for the one before */
-                for (int64_t i = 0; i < CG_KEYS && j + i < m; i++) {
-                    const LANES dot = tile[g * CG_KEYS + i], scaled = ds[j + i] * weight[g];
-                    __typeof__(dot > dot) on = dot > (LANES){0};
-                    sum[i % 4] += ds[j + i] * (LANES)(on & (__typeof__(on))dot);
-                    dots[(j + i) * all_groups + g0 + g] = (LANES)(on & (__typeof__(on))scaled);
-                }
-                dw[g0 + g] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+                LANES *to = dots + j * all_groups + g0 + g;
+                if (m - j >= CG_KEYS) KERNEL(scale_dots)
+                (tile + g * CG_KEYS, CG_KEYS, ds + j, weight[g], all_groups, to, dw + g0 + g);
+                else KERNEL(scale_dots)(tile + g * CG_KEYS, m - j, ds + j, weight[g], all_groups, to,
+                                        dw + g0 + g);
             }
         }
     }

@@ -111,22 +111,32 @@ static size_t indexer_scores_at_grad_workspace(const cg_node *node) {
            (size_t)cg_thread_slots() * scores_at_grad_piece(Hi, Di, K, real);
 }
 
-/* The thread that has a key: neighbours go to different ones, since a list may lie at one end of all keys. The golden
- * ratio's multiples spread evenly (Knuth, The Art of Computer Programming, section 6.4). In 32 bits, for up to 65536
- * threads. */
-static inline int32_t owner_of(int32_t key, int32_t n_owners) {
-    return (int32_t)((((uint32_t)key * 2654435769u) >> 16) * (uint32_t)n_owners >> 16);
+/* How keys are dealt out to threads: in runs of neighbours, whose gradients share cache lines and what is read ahead. */
+typedef struct key_owners {
+    int32_t n, run_bits;
+} key_owners;
+
+static key_owners owners_of(int64_t C, int32_t n_threads) {
+    enum { RUN_BITS = 3, RUNS = 8 }; /* several runs for each, lest one has much more */
+    return (key_owners){n_threads, C >> RUN_BITS >= (int64_t)RUNS * n_threads ? RUN_BITS : 0};
+}
+
+/* The thread that has a key. Neighbouring runs go to different ones, since a list may lie at one end of all keys. The
+ * golden ratio's multiples spread evenly (Knuth, The Art of Computer Programming, section 6.4); in 32 bits, for up to
+ * 65536 threads. */
+static inline int32_t owner_of(int32_t key, key_owners owners) {
+    return (int32_t)((((uint32_t)key >> owners.run_bits) * 2654435769u >> 16) * (uint32_t)owners.n >> 16);
 }
 
 /* The slots of a list [K] whose keys a thread has, in order: slots [K + 1]. Returns how many. */
-static int64_t owned_slots(const int32_t *index, int64_t K, int32_t owner, int32_t n_owners, int32_t *slots) {
+static int64_t owned_slots(const int32_t *index, int64_t K, int32_t owner, key_owners owners, int32_t *slots) {
     enum { PIECE = 64 };
     int64_t n = 0;
     for (int64_t j0 = 0; j0 < K; j0 += PIECE) {
         const int64_t m = K - j0 < PIECE ? K - j0 : PIECE;
         int32_t has[PIECE]; /* in a loop of its own, for the sake of vectors */
         for (int64_t j = 0; j < m; j++)
-            has[j] = (index[j0 + j] >= 0) & (owner_of(index[j0 + j], n_owners) == owner);
+            has[j] = (index[j0 + j] >= 0) & (owner_of(index[j0 + j], owners) == owner);
         for (int64_t j = 0; j < m; j++) {
             slots[n] = (int32_t)(j0 + j);
             n += has[j];
@@ -418,17 +428,18 @@ static __attribute__((noinline)) void KERNEL(grad_dealt)(const REAL *q, const LA
                                                          const int32_t *slots, int64_t n, const uint8_t *active,
                                                          LANES *dots, REAL *dk) {
     const int64_t groups = cg_ceil_div(Hi, CG_LANES);
-    for (int64_t i = 0; i < n; i += CG_DEALT) {
-        const REAL *dot[CG_DEALT];
-        REAL *to[CG_DEALT];
-        const int64_t m = n - i < CG_DEALT ? n - i : CG_DEALT;
+    for (int64_t i = 0; i < n; i += CG_KEYS) {
+        const REAL *dot[CG_KEYS];
+        REAL *to[CG_KEYS];
+        const int64_t m = n - i < CG_KEYS ? n - i : CG_KEYS;
         for (int64_t e = 0; e < m; e++) {
             const int64_t j = slots[i + e];
             KERNEL(restore_dots)(active + j * groups, ds[j], weights, groups, dots + e * groups);
             dot[e] = (const REAL *)(dots + e * groups);
             to[e] = dk + (int64_t)index[j] * Di;
         }
-        KERNEL(grad_some)(q, Hi, Di, m, dot, to);
+        for (int64_t e = 0; e < m; e += CG_DEALT)
+            KERNEL(grad_some)(q, Hi, Di, m - e < CG_DEALT ? m - e : CG_DEALT, dot + e, to + e);
     }
 }
 
@@ -442,7 +453,7 @@ static bool KERNEL(indexer_scores_at_grad)(const cg_run_args *args) {
     const int64_t block = scores_at_grad_rows(T, Hi, Di, K, sizeof(REAL)), groups = cg_ceil_div(Hi, CG_LANES);
     const size_t row_bytes = scores_at_grad_row(Hi, K);
     char *pieces = (char *)args->workspace + (size_t)block * row_bytes;
-    const int n_owners = cg_threads();
+    const key_owners owners = owners_of(C, cg_threads());
     const int64_t neighbours = Hi < 64 ? cg_ceil_div(64, Hi) : 1; /* rows whose dw may share a cache line */
     memset(dk, 0, (size_t)(C * Di) * sizeof(REAL));
 #pragma omp parallel
@@ -478,10 +489,10 @@ static bool KERNEL(indexer_scores_at_grad)(const cg_run_args *args) {
                 memcpy(dw + t * Hi, dw_lanes, (size_t)Hi * sizeof(REAL));
             }
 #pragma omp for schedule(static, 1)
-            for (int32_t owner = 0; owner < n_owners; owner++)
+            for (int32_t owner = 0; owner < owners.n; owner++)
                 for (int64_t t = t0; t < end; t++) {
                     const uint8_t *active = (const uint8_t *)args->workspace + (size_t)(t - t0) * row_bytes;
-                    const int64_t n = owned_slots(topk + t * K, K, owner, n_owners, slots);
+                    const int64_t n = owned_slots(topk + t * K, K, owner, owners, slots);
                     memcpy(weights, w + t * Hi, (size_t)Hi * sizeof(REAL));
                     KERNEL(grad_dealt)
                     (q + t * Hi * Di, weights, Hi, Di, topk + t * K, dscores + t * K, slots, n, active, dots,
