@@ -11,6 +11,10 @@
  * in order, whatever the number of threads. */
 enum { CG_KEY_PARTS = 16 };
 
+/* Rows that a thread takes at once, in turns: the same rows in each of the ops, so that what it wrote is still in its
+ * cache. Rows see more the later they come. */
+enum { CG_ROW_CHUNK = 8 };
+
 /* Heads, or keys, that one vector of ops/indexer_kernels.h holds. */
 enum { CG_LANES = 8 };
 

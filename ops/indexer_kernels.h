@@ -305,8 +305,10 @@ static inline void KERNEL(grad_some)(const REAL *q, int64_t Hi, int64_t Di, int6
     for (int64_t i = 0; i < n; i++) KERNEL(add_heads_to_one)(q, Hi, Di, dot + i, dk + i);
 }
 
-static __attribute__((noinline)) void KERNEL(grad_keys)(const REAL *q, int64_t Hi, int64_t Di, int64_t m,
-                                                        const LANES *dots, REAL *dk) {
+/* dk[index[j]] (or dk[j]) += sum_h dots[j][h] q[h] for m keys. */
+static __attribute__((noinline)) void KERNEL(grad_keys)(const REAL *q, int64_t Hi, int64_t Di,
+                                                        const int32_t *index, int64_t m, const LANES *dots,
+                                                        REAL *dk) {
     const int64_t groups = cg_ceil_div(Hi, CG_LANES);
     for (int64_t j = 0; j < m; j += CG_DEALT) {
         const REAL *dot[CG_DEALT];
@@ -314,7 +316,7 @@ static __attribute__((noinline)) void KERNEL(grad_keys)(const REAL *q, int64_t H
         const int64_t n = m - j < CG_DEALT ? m - j : CG_DEALT;
         for (int64_t i = 0; i < n; i++) {
             dot[i] = (const REAL *)(dots + (j + i) * groups);
-            to[i] = dk + (j + i) * Di;
+            to[i] = dk + (index ? (int64_t)index[j + i] : j + i) * Di;
         }
         KERNEL(grad_some)(q, Hi, Di, n, dot, to);
     }
@@ -329,7 +331,7 @@ static inline void KERNEL(key_grads)(const LANES *lanes, const REAL *q, const RE
         const int64_t m = n - j < CG_KEY_TILE ? n - j : CG_KEY_TILE;
         KERNEL(grad_dots)(lanes, w, k + j * Di, Hi, Di, NULL, m, ds + j, dots, dw);
         KERNEL(grad_queries)(k + j * Di, Hi, Di, NULL, m, dots, j > 0, dq);
-        KERNEL(grad_keys)(q, Hi, Di, m, dots, dk + j * Di);
+        KERNEL(grad_keys)(q, Hi, Di, NULL, m, dots, dk + j * Di);
     }
 }
 

@@ -248,7 +248,7 @@ static bool KERNEL(indexer_kl)(const cg_run_args *args) {
     REAL *loss = args->out[0].data, *kl = args->out[1].data;
     const int64_t T = args->in[0].shape.dims[0], K = args->in[0].shape.dims[1];
     int64_t bad = INT64_MAX;
-#pragma omp parallel for schedule(static) reduction(min : bad)
+#pragma omp parallel for schedule(static, CG_ROW_CHUNK) reduction(min : bad)
     for (int64_t t = 0; t < T; t++) {
         const size_t row_bytes = cg_align_bytes((size_t)K * sizeof(REAL));
         char *at = (char *)args->workspace + (size_t)cg_thread_slot() * 2 * row_bytes;
@@ -276,7 +276,7 @@ static bool KERNEL(indexer_kl_grad)(const cg_run_args *args) {
     REAL *dscores = args->out[0].data;
     const int64_t T = args->in[1].shape.dims[0], K = args->in[1].shape.dims[1];
     const REAL factor = (REAL)((double)dloss[0] * attr->coeff / cg_reduction_divisor(attr->reduction, rows, T));
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static, CG_ROW_CHUNK)
     for (int64_t t = 0; t < T; t++) {
         const size_t row_bytes = cg_align_bytes((size_t)K * sizeof(REAL));
         char *at = (char *)args->workspace + (size_t)cg_thread_slot() * 2 * row_bytes;

@@ -16,9 +16,9 @@
  * A list that names most keys of a range has the scores of the whole range made, and takes its own: keys in order may
  * be turned around once for all rows.
  *
- * In backward the keys are dealt out to the threads, and a key's dk is summed over the rows in order: the same bits on
- * any number of threads, without a copy of dk for each. What is known then, for some rows at a time, is a bit per slot
- * and head, 1[q.k > 0].
+ * In backward a key's dk is summed over fixed shares of the rows, then over the shares in order: the same bits on any
+ * number of threads. A thread takes whole shares; where there are more threads than shares, which cost memory, keys
+ * are dealt out instead, and what is known then, for some rows at a time, is a bit per slot and head, 1[q.k > 0].
  *
  * Saved:     q w k topk                     (4*(T*Hi*Di + T*Hi + C*Di + T*K) bytes in f32)
  * Recompute: same bits; topk is given, not chosen again
@@ -89,6 +89,25 @@ static size_t scores_at_grad_piece(int64_t Hi, int64_t Di, int64_t K, size_t rea
            cg_align_bytes((size_t)K * real);
 }
 
+/* Shares of the rows, dealt out in chunks: as many as take half the memory of the list, CG_KEY_PARTS at most. */
+static int64_t scores_at_parts(int64_t T, int64_t K, int64_t C, int64_t Di) {
+    int64_t parts = C * Di > 0 ? T * K / (2 * C * Di) : 1;
+    const int64_t chunks = cg_ceil_div(T, CG_ROW_CHUNK);
+    parts = parts > CG_KEY_PARTS ? CG_KEY_PARTS : parts;
+    parts = parts > chunks ? chunks : parts;
+    return parts < 1 ? 1 : parts;
+}
+
+static size_t scores_at_parts_bytes(int64_t T, int64_t K, int64_t C, int64_t Di, size_t real) {
+    const int64_t parts = scores_at_parts(T, K, C, Di);
+    return parts == 1 ? 0 : cg_align_bytes((size_t)(parts * C * Di) * real); /* one is dk itself */
+}
+
+/* Whether threads that take whole shares have about the same to do. */
+static bool scores_at_shares_fit(int64_t parts, int64_t threads) {
+    return cg_ceil_div(parts, threads) * threads * 4 <= parts * 5;
+}
+
 /* The bits of a row that waits for its keys: one per slot and head. */
 static size_t scores_at_grad_row(int64_t Hi, int64_t K) {
     return cg_align_bytes((size_t)(K * cg_ceil_div(Hi, CG_LANES)));
@@ -105,9 +124,11 @@ static int64_t scores_at_grad_rows(int64_t T, int64_t Hi, int64_t Di, int64_t K,
 
 static size_t indexer_scores_at_grad_workspace(const cg_node *node) {
     const cg_shape *q = &node->in[1]->shape;
-    const int64_t T = q->dims[0], Hi = q->dims[1], Di = q->dims[2], K = node->in[4]->shape.dims[1];
+    const int64_t T = q->dims[0], Hi = q->dims[1], Di = q->dims[2], C = node->in[3]->shape.dims[0],
+                  K = node->in[4]->shape.dims[1];
     const size_t real = cg_dtype_bytes(node->in[1]->dtype);
-    return (size_t)scores_at_grad_rows(T, Hi, Di, K, real) * scores_at_grad_row(Hi, K) +
+    return scores_at_parts_bytes(T, K, C, Di, real) +
+           (size_t)scores_at_grad_rows(T, Hi, Di, K, real) * scores_at_grad_row(Hi, K) +
            (size_t)cg_thread_slots() * scores_at_grad_piece(Hi, Di, K, real);
 }
 
@@ -352,7 +373,7 @@ static bool KERNEL(indexer_scores_at)(const cg_run_args *args) {
     LANES *packed = args->workspace;
     if (packs) KERNEL(keys_pack)(k, C, Di, packed);
     char *pieces = (char *)args->workspace + (packs ? cg_packed_keys_bytes(C, Di, sizeof(REAL)) : 0);
-#pragma omp parallel for schedule(dynamic, 8)
+#pragma omp parallel for schedule(static, CG_ROW_CHUNK)
     for (int64_t t = 0; t < T; t++) {
         char *at = pieces + (size_t)cg_thread_slot() * scores_at_piece(Hi, Di, K, sizeof(REAL));
         LANES *lanes = cg_take(&at, lanes_bytes(Hi, Di, sizeof(REAL)));
@@ -443,63 +464,98 @@ static __attribute__((noinline)) void KERNEL(grad_dealt)(const REAL *q, const LA
     }
 }
 
+#undef SCRATCH
+#define SCRATCH KERNEL(scores_at_scratch)
+typedef struct SCRATCH {
+    LANES *lanes, *dw, *weights, *dots; /* [groups, Di], [groups], [groups], cg_key_dots_bytes */
+    int32_t *list, *slots;              /* [K + 1] */
+    REAL *ds;                           /* [K] */
+} SCRATCH;
+
+static SCRATCH KERNEL(scores_at_take)(char *at, int64_t Hi, int64_t Di, int64_t K) {
+    SCRATCH s;
+    s.lanes = cg_take(&at, lanes_bytes(Hi, Di, sizeof(REAL)));
+    s.dw = cg_take(&at, lanes_bytes(Hi, 1, sizeof(REAL)));
+    s.weights = cg_take(&at, lanes_bytes(Hi, 1, sizeof(REAL)));
+    s.dots = cg_take(&at, cg_key_dots_bytes(Hi, sizeof(REAL)));
+    s.list = cg_take(&at, (size_t)(K + 1) * sizeof *s.list);
+    s.slots = cg_take(&at, (size_t)(K + 1) * sizeof *s.slots);
+    s.ds = cg_take(&at, (size_t)K * sizeof *s.ds);
+    memset(s.weights, 0, lanes_bytes(Hi, 1, sizeof(REAL)));
+    return s;
+}
+
+/* dq and dw of a row. What it gives its keys is added to dk, or, without dk, the active heads are noted. */
+static void KERNEL(row_grads)(const cg_run_args *args, int64_t t, const SCRATCH *s, REAL *dk, uint8_t *active) {
+    const int64_t Hi = args->in[1].shape.dims[1], Di = args->in[1].shape.dims[2],
+                  groups = cg_ceil_div(Hi, CG_LANES), K = args->in[4].shape.dims[1];
+    const REAL *dscores = (const REAL *)args->in[0].data + t * K,
+               *q = (const REAL *)args->in[1].data + t * Hi * Di, *w = (const REAL *)args->in[2].data + t * Hi,
+               *k = args->in[3].data;
+    REAL *dq = (REAL *)args->out[0].data + t * Hi * Di;
+    const int64_t n = used_slots((const int32_t *)args->in[4].data + t * K, K, s->list, s->slots);
+    for (int64_t j = 0; j < n; j++) s->ds[j] = dscores[s->slots[j]];
+    memset(s->dw, 0, lanes_bytes(Hi, 1, sizeof(REAL)));
+    if (n > 0)
+        KERNEL(query_pack)(q, Hi, Di, s->lanes);
+    else
+        memset(dq, 0, (size_t)(Hi * Di) * sizeof(REAL));
+    for (int64_t j = 0; j < n; j += CG_KEY_TILE) {
+        const int64_t m = n - j < CG_KEY_TILE ? n - j : CG_KEY_TILE;
+        KERNEL(grad_dots)(s->lanes, w, k, Hi, Di, s->list + j, m, s->ds + j, s->dots, s->dw);
+        KERNEL(grad_queries)(k, Hi, Di, s->list + j, m, s->dots, j > 0, dq);
+        if (dk)
+            KERNEL(grad_keys)(q, Hi, Di, s->list + j, m, s->dots, dk);
+        else
+            for (int64_t i = 0; i < m; i++)
+                KERNEL(note_active)(s->dots + i * groups, groups, active + s->slots[j + i] * groups);
+    }
+    memcpy((REAL *)args->out[1].data + t * Hi, s->dw, (size_t)Hi * sizeof(REAL));
+}
+
 static bool KERNEL(indexer_scores_at_grad)(const cg_run_args *args) {
-    const REAL *dscores = args->in[0].data, *q = args->in[1].data, *w = args->in[2].data, *k = args->in[3].data;
+    const REAL *dscores = args->in[0].data, *q = args->in[1].data, *w = args->in[2].data;
     const int32_t *topk = args->in[4].data;
-    REAL *dq = args->out[0].data, *dw = args->out[1].data, *dk = args->out[2].data;
     const int64_t T = args->in[1].shape.dims[0], Hi = args->in[1].shape.dims[1], Di = args->in[1].shape.dims[2];
     const int64_t C = args->in[3].shape.dims[0], K = args->in[4].shape.dims[1];
     if (!cg_index_fits(args, "topk", topk, T, K, C)) return false;
-    const int64_t block = scores_at_grad_rows(T, Hi, Di, K, sizeof(REAL)), groups = cg_ceil_div(Hi, CG_LANES);
-    const size_t row_bytes = scores_at_grad_row(Hi, K);
-    char *pieces = (char *)args->workspace + (size_t)block * row_bytes;
+    const int64_t n_parts = scores_at_parts(T, K, C, Di), part_size = C * Di;
+    const int64_t block = scores_at_grad_rows(T, Hi, Di, K, sizeof(REAL));
+    const size_t row_bytes = scores_at_grad_row(Hi, K), piece = scores_at_grad_piece(Hi, Di, K, sizeof(REAL));
+    REAL *dk = args->out[2].data, *parts = n_parts == 1 ? dk : args->workspace;
+    uint8_t *waiting = (uint8_t *)args->workspace + scores_at_parts_bytes(T, K, C, Di, sizeof(REAL));
+    char *pieces = (char *)waiting + (size_t)block * row_bytes;
     const key_owners owners = owners_of(C, cg_threads());
-    const int64_t neighbours = Hi < 64 ? cg_ceil_div(64, Hi) : 1; /* rows whose dw may share a cache line */
-    memset(dk, 0, (size_t)(C * Di) * sizeof(REAL));
+    const bool whole = scores_at_shares_fit(n_parts, owners.n);
 #pragma omp parallel
     {
-        char *at = pieces + (size_t)cg_thread_slot() * scores_at_grad_piece(Hi, Di, K, sizeof(REAL));
-        LANES *lanes = cg_take(&at, lanes_bytes(Hi, Di, sizeof(REAL)));
-        LANES *dw_lanes = cg_take(&at, lanes_bytes(Hi, 1, sizeof(REAL)));
-        LANES *weights = cg_take(&at, lanes_bytes(Hi, 1, sizeof(REAL)));
-        LANES *dots = cg_take(&at, cg_key_dots_bytes(Hi, sizeof(REAL)));
-        int32_t *list = cg_take(&at, (size_t)(K + 1) * sizeof *list);
-        int32_t *slots = cg_take(&at, (size_t)(K + 1) * sizeof *slots);
-        REAL *ds = cg_take(&at, (size_t)K * sizeof *ds);
-        memset(weights, 0, lanes_bytes(Hi, 1, sizeof(REAL)));
-        for (int64_t t0 = 0; t0 < T; t0 += block) {
+        const SCRATCH s = KERNEL(scores_at_take)(pieces + (size_t)cg_thread_slot() * piece, Hi, Di, K);
+#pragma omp for schedule(static, 1)
+        for (int64_t p = 0; p < n_parts; p++) {
+            REAL *part = parts + p * part_size;
+            memset(part, 0, (size_t)part_size * sizeof(REAL));
+            for (int64_t t0 = p * CG_ROW_CHUNK; whole && t0 < T; t0 += n_parts * CG_ROW_CHUNK)
+                for (int64_t t = t0; t < T && t < t0 + CG_ROW_CHUNK; t++)
+                    KERNEL(row_grads)(args, t, &s, part, NULL);
+        }
+        for (int64_t t0 = 0; !whole && t0 < T; t0 += block) {
             const int64_t end = T - t0 < block ? T : t0 + block;
-#pragma omp for schedule(dynamic, neighbours)
-            for (int64_t t = t0; t < end; t++) {
-                uint8_t *active = (uint8_t *)args->workspace + (size_t)(t - t0) * row_bytes;
-                const int64_t n = used_slots(topk + t * K, K, list, slots);
-                for (int64_t j = 0; j < n; j++) ds[j] = dscores[t * K + slots[j]];
-                memset(dw_lanes, 0, lanes_bytes(Hi, 1, sizeof(REAL)));
-                if (n > 0)
-                    KERNEL(query_pack)(q + t * Hi * Di, Hi, Di, lanes);
-                else
-                    memset(dq + t * Hi * Di, 0, (size_t)(Hi * Di) * sizeof(REAL));
-                for (int64_t j = 0; j < n; j += CG_KEY_TILE) {
-                    const int64_t m = n - j < CG_KEY_TILE ? n - j : CG_KEY_TILE;
-                    KERNEL(grad_dots)(lanes, w + t * Hi, k, Hi, Di, list + j, m, ds + j, dots, dw_lanes);
-                    KERNEL(grad_queries)(k, Hi, Di, list + j, m, dots, j > 0, dq + t * Hi * Di);
-                    for (int64_t i = 0; i < m; i++)
-                        KERNEL(note_active)(dots + i * groups, groups, active + slots[j + i] * groups);
-                }
-                memcpy(dw + t * Hi, dw_lanes, (size_t)Hi * sizeof(REAL));
-            }
+#pragma omp for schedule(static, CG_ROW_CHUNK)
+            for (int64_t t = t0; t < end; t++)
+                KERNEL(row_grads)(args, t, &s, NULL, waiting + (size_t)(t - t0) * row_bytes);
 #pragma omp for schedule(static, 1)
             for (int32_t owner = 0; owner < owners.n; owner++)
                 for (int64_t t = t0; t < end; t++) {
-                    const uint8_t *active = (const uint8_t *)args->workspace + (size_t)(t - t0) * row_bytes;
-                    const int64_t n = owned_slots(topk + t * K, K, owner, owners, slots);
-                    memcpy(weights, w + t * Hi, (size_t)Hi * sizeof(REAL));
+                    const int64_t n = owned_slots(topk + t * K, K, owner, owners, s.slots);
+                    memcpy(s.weights, w + t * Hi, (size_t)Hi * sizeof(REAL));
                     KERNEL(grad_dealt)
-                    (q + t * Hi * Di, weights, Hi, Di, topk + t * K, dscores + t * K, slots, n, active, dots,
-                     dk);
+                    (q + t * Hi * Di, s.weights, Hi, Di, topk + t * K, dscores + t * K, s.slots, n,
+                     waiting + (size_t)(t - t0) * row_bytes, s.dots,
+                     parts + t / CG_ROW_CHUNK % n_parts * part_size);
                 }
         }
     }
+    if (n_parts > 1) KERNEL(parts_sum)(parts, n_parts, part_size, dk);
     return true;
 }
 

@@ -23,7 +23,7 @@
 
 /* Rows that share a pass over the keys, and keys of one visit: a tile of keys stays in the first-level cache.
  */
-enum { TOPK_ROWS = 8, TOPK_KEYS = 64 };
+enum { TOPK_ROWS = CG_ROW_CHUNK, TOPK_KEYS = 64 };
 
 static bool indexer_topk_infer(cg_infer *infer) {
     const indexer_topk_attr *attr = infer->attr;
@@ -184,7 +184,7 @@ static bool KERNEL(indexer_topk)(const cg_run_args *args) {
     KERNEL(keys_pack)(k, C, Di, packed);
     char *pieces = (char *)args->workspace + cg_packed_keys_bytes(C, Di, sizeof(REAL));
     int64_t bad = INT64_MAX; /* row * C + key of the first NaN */
-#pragma omp parallel for schedule(dynamic) reduction(min : bad)
+#pragma omp parallel for schedule(static, 1) reduction(min : bad)
     for (int64_t t0 = 0; t0 < T; t0 += TOPK_ROWS) {
         const int64_t n_rows = T - t0 < TOPK_ROWS ? T - t0 : TOPK_ROWS;
         char *at = pieces + (size_t)cg_thread_slot() * indexer_topk_piece(C, K, sizeof(REAL));
