@@ -258,9 +258,10 @@ static bool KERNEL(indexer_kl)(const cg_run_args *args) {
         const REAL *s = scores + t * K, *target = teacher + t * K;
         int64_t slot = KERNEL(kl_bad_slot)(s, target, K);
         if (slot >= 0 && t * K + slot < bad) bad = t * K + slot;
+        const int64_t n = KERNEL(present_slots)(s, K);
         REAL log_sum;
-        if (KERNEL(log_softmax_parts)(s, K, shifted, other, &log_sum))
-            kl[t] = KERNEL(kl_row)(target, shifted, log_sum, K, other);
+        if (KERNEL(log_softmax_parts)(s, n, shifted, other, &log_sum))
+            kl[t] = KERNEL(kl_row)(target, shifted, log_sum, n, other);
     }
     if (bad < INT64_MAX) return kl_bad_teacher(args, bad, K);
     double sum = 0;
@@ -280,15 +281,14 @@ static bool KERNEL(indexer_kl_grad)(const cg_run_args *args) {
     for (int64_t t = 0; t < T; t++) {
         const size_t row_bytes = cg_align_bytes((size_t)K * sizeof(REAL));
         char *at = (char *)args->workspace + (size_t)cg_thread_slot() * 2 * row_bytes;
-        REAL *shifted = (REAL *)at, *p = (REAL *)(at + row_bytes), log_sum;
-        if (!rows[t * CG_ROW_FIELDS + CG_ROW_REAL] ||
-            !KERNEL(log_softmax_parts)(scores + t * K, K, shifted, p, &log_sum)) {
-            for (int64_t j = 0; j < K; j++) dscores[t * K + j] = 0;
-            continue;
-        }
-        KERNEL(kl_dscores)(teacher + t * K, p, K, factor, dscores + t * K);
-        for (int64_t j = 0; j < K; j++)
-            if (scores[t * K + j] == -(REAL)INFINITY) dscores[t * K + j] = 0;
+        REAL *shifted = (REAL *)at, *p = (REAL *)(at + row_bytes), *out = dscores + t * K, log_sum;
+        const REAL *s = scores + t * K;
+        const int64_t present = rows[t * CG_ROW_FIELDS + CG_ROW_REAL] ? KERNEL(present_slots)(s, K) : 0;
+        const int64_t n = KERNEL(log_softmax_parts)(s, present, shifted, p, &log_sum) ? present : 0;
+        KERNEL(kl_dscores)(teacher + t * K, p, n, factor, out);
+        for (int64_t j = 0; j < n; j++)
+            if (s[j] == -(REAL)INFINITY) out[j] = 0;
+        for (int64_t j = n; j < K; j++) out[j] = 0;
     }
     return true;
 }

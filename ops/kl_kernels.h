@@ -1,6 +1,12 @@
 /* One row of a KL divergence, for the kernel part of an op's file: included once for each REAL. Slots with the
  * score -inf are absent. */
 
+/* Slots up to the last one that is not absent. */
+static inline int64_t KERNEL(present_slots)(const REAL *s, int64_t n) {
+    while (n > 0 && s[n - 1] == -(REAL)INFINITY) n--;
+    return n;
+}
+
 /* shifted[j] = s[j] - max, e[j] = exp of it, *log_sum = log of the sum of e, so log p = shifted - log_sum.
  * False when all slots are absent. NaN comes through. */
 static inline bool KERNEL(log_softmax_parts)(const REAL *s, int64_t n, REAL *shifted, REAL *e, REAL *log_sum) {
