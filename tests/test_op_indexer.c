@@ -547,6 +547,42 @@ START_TEST(ties_go_to_the_lower_index) {
 }
 END_TEST
 
+/* The best of a few hundred against a search that takes them one by one: numbers that spread, that are mostly equal, that lie
+ * within a few bits of each other, that reach over all magnitudes, with some infinite. */
+START_TEST(the_best_are_chosen_whatever_the_numbers) {
+    enum { MOST = 700 };
+    static const int64_t sizes[][2] = {{1, 1},   {9, 2},   {64, 64},  {65, 64},  {81, 64},
+                                       {82, 64}, {333, 1}, {700, 64}, {700, 500}};
+    double scores[MOST];
+    for (int kind = 0; kind < 6; kind++)
+        for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+            const int64_t n = sizes[i][0], K = sizes[i][1];
+            for (int64_t j = 0; j < n; j++) {
+                const double x = cg_random_normal(11, i, (uint64_t)j), u = cg_random_normal(12, i, (uint64_t)j);
+                const double kinds[] = {x,
+                                        x > 1 ? x : 0,
+                                        floor(2 * x),
+                                        1 + ldexp(floor(4 * x), -23),
+                                        ldexp(x, (int)(20 * u)),
+                                        u > 1.5  ? INFINITY
+                                        : u < -1 ? -INFINITY
+                                                 : x};
+                scores[j] = (float)kinds[kind];
+            }
+            int32_t list[MOST];
+            choose(n, scores, n, K, list);
+            bool taken[MOST] = {false};
+            for (int64_t place = 0; place < K; place++) {
+                int64_t best = -1;
+                for (int64_t j = 0; j < n; j++)
+                    if (!taken[j] && (best < 0 || scores[j] > scores[best])) best = j;
+                ck_assert_int_eq(list[place], best);
+                taken[best] = true;
+            }
+        }
+}
+END_TEST
+
 /* S20: the width is K whatever there is to choose from; what is not seen is no candidate; -inf seen comes last.
  */
 START_TEST(fewer_candidates_than_width) {
@@ -718,6 +754,7 @@ static void random_close(problem *p) {
 /* The streaming choice has the bits of the spelled-out scores, so both choose alike; and so do chosen scores.
  */
 START_TEST(streamed_scores_have_the_spelled_out_bits) {
+    enum { SOME = 40 };
     problem p = random_problem();
     for (int dtype = CG_F32; dtype <= CG_F64; dtype++) {
         bench b = bench_new((cg_dtype)dtype);
@@ -730,14 +767,25 @@ START_TEST(streamed_scores_have_the_spelled_out_bits) {
         cg_value *all = cg_indexer_head_sum(g, cg_relu(g, cg_indexer_head_scores(g, q, k)), w);
         cg_value *spelled = cg_keep(cg_topk(g, all, rows, p.K));
         cg_value *streamed = cg_keep(cg_indexer_topk(g, q, w, k, rows, p.K));
-        cg_value *everything = cg_visible_indices(g, rows, p.C);
-        cg_value *at = cg_keep(cg_indexer_scores_at(g, q, w, k, everything));
-        cg_value *gathered = cg_keep(cg_gather(g, all, everything));
+        int32_t *some =
+            malloc((size_t)(p.T * SOME) * sizeof(int32_t)); /* of all keys, one in four slots empty */
+        for (int64_t i = 0; i < p.T * SOME; i++)
+            some[i] = i % 4 == 1 ? -1 : (int32_t)cg_random_below(9, 0, (uint64_t)i, p.C);
+        cg_value *const lists[] = {cg_visible_indices(g, rows, p.C),
+                                   bench_i32(&b, "some", CG_SHAPE(p.T, SOME), some)};
+        cg_value *at[2], *gathered[2];
+        for (int i = 0; i < 2; i++) {
+            at[i] = cg_keep(cg_indexer_scores_at(g, q, w, k, lists[i]));
+            gathered[i] = cg_keep(cg_gather(g, all, lists[i]));
+        }
         bench_run(&b);
+        free(some);
         ck_assert(!memcmp(bench_get_i32(&b, spelled), bench_get_i32(&b, streamed),
                           (size_t)(p.T * p.K) * sizeof(int32_t)));
-        const double *x = bench_get(&b, at), *y = bench_get(&b, gathered);
-        for (int64_t i = 0; i < p.T * p.C; i++) ck_assert(x[i] == y[i]);
+        for (int i = 0; i < 2; i++) {
+            const double *x = bench_get(&b, at[i]), *y = bench_get(&b, gathered[i]);
+            for (int64_t j = 0; j < cg_shape_count(&at[i]->shape); j++) ck_assert(x[j] == y[j]);
+        }
         bench_free(&b);
     }
     random_close(&p);
@@ -803,6 +851,64 @@ START_TEST(bits_do_not_depend_on_threads) {
             bench_free(&all.b);
         }
     random_close(&p);
+}
+END_TEST
+
+/* Gradients of chosen scores against their formula, and with the same bits on one thread and on all: in one share of the
+ * rows, in as many as two threads can take evenly, and in three, which they cannot. */
+START_TEST(shares_of_rows_add_up) {
+    enum { T = 96, Hi = 11, Di = 8, C = 12 };
+    cg_error error = {0};
+    for (int64_t shares = 1; shares <= 8; shares++) {
+        const int64_t K = 2 * shares; /* T K / (2 C Di) shares */
+        double q[T * Hi * Di], w[T * Hi], k[C * Di], ds[T * 16];
+        int32_t list[T * 16];
+        for (int64_t i = 0; i < T * Hi * Di; i++) q[i] = (float)cg_random_normal(21, 0, (uint64_t)i);
+        for (int64_t i = 0; i < T * Hi; i++) w[i] = (float)cg_random_normal(21, 1, (uint64_t)i);
+        for (int64_t i = 0; i < C * Di; i++) k[i] = (float)cg_random_normal(21, 2, (uint64_t)i);
+        for (int64_t i = 0; i < T * K; i++) {
+            ds[i] = (float)cg_random_normal(21, 3, (uint64_t)i);
+            list[i] = (int32_t)cg_random_below(21, 4, (uint64_t)i, C + 1) - 1;
+        }
+        double dq[T * Hi * Di] = {0}, dw[T * Hi] = {0}, dk[C * Di] = {0};
+        for (int64_t i = 0; i < T * K; i++)
+            for (int64_t h = 0; list[i] >= 0 && h < Hi; h++) {
+                const int64_t row = i / K * Hi + h;
+                const double *key = k + list[i] * Di, *head = q + row * Di;
+                double dot = 0;
+                for (int64_t d = 0; d < Di; d++) dot += head[d] * key[d];
+                if (dot <= 0) continue;
+                dw[row] += ds[i] * dot;
+                for (int64_t d = 0; d < Di; d++) {
+                    dq[row * Di + d] += ds[i] * w[row] * key[d];
+                    dk[list[i] * Di + d] += ds[i] * w[row] * head[d];
+                }
+            }
+        const double *want[] = {dq, dw, dk};
+        for (int dtype = CG_F32; dtype <= CG_F64; dtype++) {
+            bench b[2];
+            for (int many = 0; many < 2; many++) {
+                ck_assert(cg_threads_set(many ? cg_thread_slots() : 1, &error));
+                b[many] = bench_new((cg_dtype)dtype);
+                cg_value *const in[] = {bench_real(&b[many], "q", CG_SHAPE(T, Hi, Di), q),
+                                        bench_real(&b[many], "w", CG_SHAPE(T, Hi), w),
+                                        bench_real(&b[many], "k", CG_SHAPE(C, Di), k)};
+                cg_value *scores = cg_indexer_scores_at(b[many].graph, in[0], in[1], in[2],
+                                                        bench_i32(&b[many], "list", CG_SHAPE(T, K), list));
+                bench_backward(&b[many], scores, ds);
+                bench_run(&b[many]);
+            }
+            for (int i = 0; i < 3; i++) {
+                const cg_value *leaf = b[0].leaves[i].leaf;
+                const int64_t n = cg_shape_count(&leaf->shape);
+                const double *one = bench_grad(&b[0], leaf), *all = bench_grad(&b[1], b[1].leaves[i].leaf);
+                ck_assert(!memcmp(one, all, (size_t)n * sizeof(double)));
+                expect_close("gradient", one, want[i], n, dtype == CG_F32 ? 1e-6 : 1e-14);
+            }
+            for (int many = 0; many < 2; many++) bench_free(&b[many]);
+        }
+    }
+    ck_assert(cg_threads_set(cg_thread_slots(), &error));
 }
 END_TEST
 
@@ -889,8 +995,9 @@ END_TEST
 SUITE("indexer", stored_losses, boundary_scores_are_exact, stored_teacher_modes, rotation_changes_nothing,
       denominator_holds_window_and_sink, dense_is_not_sparse, tiny_mass_keeps_its_target,
       no_epsilon_in_the_logarithms, gradients_through_relu_and_negative_weight, padding_counts_nowhere,
-      ties_go_to_the_lower_index, fewer_candidates_than_width, relu_is_applied_to_each_head,
-      lists_count_from_the_start_of_the_array, averages_are_not_averaged, derivative_at_the_kink_is_zero,
-      zero_coefficient_gives_plain_zeros, streamed_scores_have_the_spelled_out_bits, three_forms_agree,
-      f32_agrees_with_f64_on_many_rows, bits_do_not_depend_on_threads, health_by_definition,
+      ties_go_to_the_lower_index, the_best_are_chosen_whatever_the_numbers, fewer_candidates_than_width,
+      relu_is_applied_to_each_head, lists_count_from_the_start_of_the_array, averages_are_not_averaged,
+      derivative_at_the_kink_is_zero, zero_coefficient_gives_plain_zeros,
+      streamed_scores_have_the_spelled_out_bits, three_forms_agree, f32_agrees_with_f64_on_many_rows,
+      bits_do_not_depend_on_threads, shares_of_rows_add_up, health_by_definition,
       costs_count_a_segments_own_pairs)
