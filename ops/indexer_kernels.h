@@ -251,9 +251,12 @@ static __attribute__((noinline)) void KERNEL(grad_queries)(const REAL *k, int64_
         for (; h < Hi; h++)
             KERNEL(add_keys)(k + d, Di, index, m, dot + h, heads, 1, VECTORS, add, dq + h * Di + d);
     }
-    for (; d + CG_LANES <= Di; d += CG_LANES)
-        for (int64_t h = 0; h < Hi; h++)
-            KERNEL(add_keys)(k + d, Di, index, m, dot + h, heads, 1, 1, add, dq + h * Di + d);
+    for (; d + CG_LANES <= Di; d += CG_LANES) {
+        int64_t h = 0;
+        for (; h + HEADS <= Hi; h += HEADS)
+            KERNEL(add_keys)(k + d, Di, index, m, dot + h, heads, HEADS, 1, add, dq + h * Di + d);
+        for (; h < Hi; h++) KERNEL(add_keys)(k + d, Di, index, m, dot + h, heads, 1, 1, add, dq + h * Di + d);
+    }
     for (; d < Di; d++)
         for (int64_t h = 0; h < Hi; h++) {
             REAL sum = add ? dq[h * Di + d] : 0;
@@ -263,25 +266,30 @@ static __attribute__((noinline)) void KERNEL(grad_queries)(const REAL *k, int64_
         }
 }
 
-/* n <= CG_DEALT keys, no two the same row: dk[i] [Di] += sum_h dot[i][h] q[h]. n is a constant. */
+/* `vectors` vectors of channels of n <= CG_DEALT keys, no two the same row: dk[i] += sum_h dot[i][h] q[h]. Both numbers are
+ * constants. */
+static inline __attribute__((always_inline)) void KERNEL(add_channels)(const REAL *q, int64_t Hi, int64_t Di,
+                                                                       const int n, const int vectors,
+                                                                       const REAL *const *dot, int64_t d,
+                                                                       REAL *const *dk) {
+    LANES sum[CG_DEALT][4];
+    _Pragma("GCC unroll 4") for (int i = 0; i < n; i++)
+        _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++) sum[i][v] = ((const LANES *)(dk[i] + d))[v];
+    for (int64_t h = 0; h < Hi; h++) {
+        const LANES *head = (const LANES *)(q + h * Di + d);
+        _Pragma("GCC unroll 4") for (int i = 0; i < n; i++)
+            _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++) sum[i][v] =
+                KERNEL(fused_lanes)(dot[i][h], head[v], sum[i][v]);
+    }
+    _Pragma("GCC unroll 4") for (int i = 0; i < n; i++)
+        _Pragma("GCC unroll 4") for (int v = 0; v < vectors; v++)((LANES *)(dk[i] + d))[v] = sum[i][v];
+}
+
 static inline __attribute__((always_inline)) void
 KERNEL(add_heads)(const REAL *q, int64_t Hi, int64_t Di, const int n, const REAL *const *dot, REAL *const *dk) {
-    enum { VECTORS = 4 };
     int64_t d = 0;
-    for (; d + VECTORS * CG_LANES <= Di; d += VECTORS * CG_LANES) {
-        LANES sum[CG_DEALT][VECTORS];
-        _Pragma("GCC unroll 4") for (int i = 0; i < n; i++)
-            _Pragma("GCC unroll 4") for (int v = 0; v < VECTORS; v++) sum[i][v] =
-                ((const LANES *)(dk[i] + d))[v];
-        for (int64_t h = 0; h < Hi; h++) {
-            const LANES *head = (const LANES *)(q + h * Di + d);
-            _Pragma("GCC unroll 4") for (int i = 0; i < n; i++)
-                _Pragma("GCC unroll 4") for (int v = 0; v < VECTORS; v++) sum[i][v] =
-                    KERNEL(fused_lanes)(dot[i][h], head[v], sum[i][v]);
-        }
-        _Pragma("GCC unroll 4") for (int i = 0; i < n; i++)
-            _Pragma("GCC unroll 4") for (int v = 0; v < VECTORS; v++)((LANES *)(dk[i] + d))[v] = sum[i][v];
-    }
+    for (; d + 4 * CG_LANES <= Di; d += 4 * CG_LANES) KERNEL(add_channels)(q, Hi, Di, n, 4, dot, d, dk);
+    for (; d + CG_LANES <= Di; d += CG_LANES) KERNEL(add_channels)(q, Hi, Di, n, 1, dot, d, dk);
     for (int i = 0; i < n; i++)
         for (int64_t c = d; c < Di; c++)
             for (int64_t h = 0; h < Hi; h++) dk[i][c] = KERNEL(fused)(dot[i][h], q[h * Di + c], dk[i][c]);
