@@ -300,7 +300,13 @@ static __attribute__((noinline)) void KERNEL(add_heads_to_one)(const REAL *q, in
     KERNEL(add_heads)(q, Hi, Di, 1, dot, dk);
 }
 
-/* The gradients of n <= CG_DEALT keys, some of which may be the same row. Any n gives a key the same bits. */
+static __attribute__((noinline)) void KERNEL(add_heads_to_two)(const REAL *q, int64_t Hi, int64_t Di,
+                                                               const REAL *const *dot, REAL *const *dk) {
+    KERNEL(add_heads)(q, Hi, Di, 2, dot, dk);
+}
+
+/* The gradients of n <= CG_DEALT keys, some of which may be the same row: as many at once as registers hold. Any n gives a
+ * key the same bits. */
 static inline void KERNEL(grad_some)(const REAL *q, int64_t Hi, int64_t Di, int64_t n, const REAL *const *dot,
                                      REAL *const *dk) {
     bool together = WIDE && n == CG_DEALT;
@@ -310,7 +316,15 @@ static inline void KERNEL(grad_some)(const REAL *q, int64_t Hi, int64_t Di, int6
         KERNEL(add_heads)(q, Hi, Di, CG_DEALT, dot, dk);
         return;
     }
-    for (int64_t i = 0; i < n; i++) KERNEL(add_heads_to_one)(q, Hi, Di, dot + i, dk + i);
+    int64_t i = 0;
+    while (i < n)
+        if (i + 1 < n && dk[i] != dk[i + 1]) {
+            KERNEL(add_heads_to_two)(q, Hi, Di, dot + i, dk + i);
+            i += 2;
+        } else {
+            KERNEL(add_heads_to_one)(q, Hi, Di, dot + i, dk + i);
+            i++;
+        }
 }
 
 /* dk[index[j]] (or dk[j]) += sum_h dots[j][h] q[h] for m keys. */
