@@ -198,9 +198,9 @@ static bool make_steps(cg_exec *exec, cg_error *error) {
 
 enum { HUGE_PAGE = 1 << 21 };
 
-/* In huge pages where the system gives them, beginning at one's start: scattered small ones conflict in the caches by
- * chance, which made whole processes 1.3 times slower. A last page that is not filled stays small: the process's memory is
- * that of the plan. */
+/* In huge pages where the system gives them, beginning at one's start: a step walks through all of the arena, and each
+ * small page's address would be looked up. A last page that is not filled stays small, so the process's memory is that of
+ * the plan. */
 static bool map_arena(cg_exec *exec, cg_error *error) {
     if (exec->plan->peak_bytes > machine_bytes())
         return cg_fail(error, CG_FAILED, "the step needs %lld bytes, this machine has %lld",

@@ -207,11 +207,13 @@ static __attribute__((noinline)) void KERNEL(grad_dots)(const LANES *lanes, cons
             KERNEL(keys_at)(index ? k : k + j * Di, Di, index ? index + j : NULL, m - j, key);
             KERNEL(key_dots)(lanes + g0 * Di, Di, groups, key, m - j, tile);
             for (int64_t g = 0; g < groups; g++) {
-                LANES *to = dots + j * all_groups + g0 + g;
-                if (m - j >= CG_KEYS) KERNEL(scale_dots)
-                (tile + g * CG_KEYS, CG_KEYS, ds + j, weight[g], all_groups, to, dw + g0 + g);
-                else KERNEL(scale_dots)(tile + g * CG_KEYS, m - j, ds + j, weight[g], all_groups, to,
-                                        dw + g0 + g);
+                const LANES *qk = tile + g * CG_KEYS;
+                LANES *to = dots + j * all_groups + g0 + g, *sum = dw + g0 + g;
+                if (m - j >= CG_KEYS) {
+                    KERNEL(scale_dots)(qk, CG_KEYS, ds + j, weight[g], all_groups, to, sum);
+                } else {
+                    KERNEL(scale_dots)(qk, m - j, ds + j, weight[g], all_groups, to, sum);
+                }
             }
         }
     }

@@ -393,8 +393,10 @@ static bool KERNEL(indexer_scores_at)(const cg_run_args *args) {
         }
         if (packs && last - first < scores_at_range(n)) {
             const int64_t begin = first / CG_KEYS * CG_KEYS; /* of a tile */
-            for (int64_t j = begin; j <= last; j += CG_KEYS) KERNEL(packed_scores)
-            (row_q, row_w, Hi, Di, packed + j / CG_LANES * Di, last + 1 - j, range + j - begin);
+            for (int64_t j = begin; j <= last; j += CG_KEYS) {
+                const LANES *keys = packed + j / CG_LANES * Di;
+                KERNEL(packed_scores)(row_q, row_w, Hi, Di, keys, last + 1 - j, range + j - begin);
+            }
             for (int64_t j = 0; j < K; j++) out[j] = index[j] < 0 ? -(REAL)INFINITY : range[index[j] - begin];
             continue;
         }

@@ -203,11 +203,13 @@ static bool KERNEL(indexer_topk)(const cg_run_args *args) {
                 const int32_t *row = rows + (t0 + r) * CG_ROW_FIELDS;
                 const int64_t start = row[CG_ROW_COMPRESSED], seen_end = start + row[CG_ROW_VISIBLE],
                               to = seen_end < c + TOPK_KEYS ? seen_end : c + TOPK_KEYS;
+                const REAL *row_q = q + (t0 + r) * Hi * Di, *row_w = w + (t0 + r) * Hi;
+                REAL *row_scores = scores + r * cg_row_scores(C) + CG_KEYS;
                 /* from the tile on in which the row's first key lies */
-                for (int64_t j = c < start ? start / CG_KEYS * CG_KEYS : c; j < to; j += CG_KEYS)
-                    KERNEL(packed_scores)
-                (q + (t0 + r) * Hi * Di, w + (t0 + r) * Hi, Hi, Di, packed + j / CG_LANES * Di, to - j,
-                 scores + r * cg_row_scores(C) + CG_KEYS + j - start);
+                for (int64_t j = c < start ? start / CG_KEYS * CG_KEYS : c; j < to; j += CG_KEYS) {
+                    const LANES *keys = packed + j / CG_LANES * Di;
+                    KERNEL(packed_scores)(row_q, row_w, Hi, Di, keys, to - j, row_scores + (j - start));
+                }
             }
         for (int64_t r = 0; r < n_rows; r++) {
             const int32_t *row = rows + (t0 + r) * CG_ROW_FIELDS;
