@@ -21,7 +21,7 @@ static cg_graph *random_net(uint64_t seed, int n_ops) {
     cg_value *at[64], *w[3], *dw[3];
     int n = 0;
     for (int k = 0; k < 3; k++) {
-        char name[8];
+        char name[16];
         snprintf(name, sizeof name, "w%d", k);
         at[n++] = w[k] = t_leaf(graph, CG_LEAF_PARAMETER, name, (int64_t[]){40, 100, 160}[k]);
     }
