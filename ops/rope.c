@@ -8,7 +8,8 @@
  *
  * No magnitude factor: a pure rotation. Channels before the last n_rotary, and rows whose position is negative,
  * are copied bit for bit. Angles, sines and cosines are computed in f64, once per row for all heads: an f32
- * angle at position 10^6 would be off by a tenth of a radian.
+ * angle at position 10^6 would be off by a tenth of a radian. An angle is the sum of that of a multiple of 64 positions
+ * and that of the rest, so that in a sequence few sines are taken: the library's cost more than the rotation.
  *
  * Saved:     positions                 (4*N bytes)
  * Recompute: same bits. May work in place. The gradient is the rotation by the opposite angle.
@@ -19,6 +20,8 @@
 
 #include "ops/chunks.h"
 #include "ops/ops.h"
+
+#include <math.h>
 
 static bool rope_infer(cg_infer *infer) {
     const cg_rope_attr *attr = infer->attr;
@@ -53,6 +56,26 @@ static bool rope_infer(cg_infer *infer) {
     return true;
 }
 
+/* Positions of a stretch: the power of 2 that an angle is cut at. */
+enum { STRETCH = 64 };
+
+/* A cosine and a sine for each pair of channels. */
+typedef struct turn {
+    double cosine, sine;
+} turn;
+
+static void turns_at(double position, int64_t pairs, const double *frequency, turn *turns) {
+    for (int64_t i = 0; i < pairs; i++) {
+        const double angle = position * frequency[i];
+        turns[i] = (turn){cos(angle), sin(angle)};
+    }
+}
+
+/* A thread's turn to the start of its stretch, its row's in the stretch, and the cosines and sines of its row. */
+static size_t rope_thread_bytes(size_t pairs, size_t real) {
+    return cg_piece(2 * pairs * sizeof(turn)) + cg_piece(2 * pairs * real);
+}
+
 #define CG_KERNEL_FILE "ops/rope.c"
 #include "ops/kernel.h"
 
@@ -79,11 +102,11 @@ static void rope_build_grad(cg_graph *graph, const cg_node *node, cg_value *cons
     din[0] = cg_rope(graph, dout[0], node->in[1], &attr);
 }
 
-/* The frequencies in f64, then for each thread the cosines and sines of its row. */
+/* The frequencies, the turns in a stretch, and each thread's. */
 static size_t rope_workspace(const cg_node *node) {
     size_t pairs = (size_t)((const cg_rope_attr *)node->attr)->n_rotary / 2;
-    return cg_piece(sizeof(double) * pairs) +
-           (size_t)cg_thread_slots() * cg_piece(2 * pairs * cg_dtype_bytes(node->in[0]->dtype));
+    return cg_piece(sizeof(double) * pairs) + cg_piece(STRETCH * pairs * sizeof(turn)) +
+           (size_t)cg_thread_slots() * rope_thread_bytes(pairs, cg_dtype_bytes(node->in[0]->dtype));
 }
 
 static cg_cost rope_cost(const cg_node *node) {
@@ -213,33 +236,48 @@ static bool KERNEL(rope)(const cg_run_args *args) {
     const bool in_place = args->in[0].data == args->out[0].data;
     const double sign = attr->inverse ? -1 : 1;
     double *frequency = args->workspace;
-    char *scratch = (char *)args->workspace + cg_piece(sizeof(double) * (size_t)pairs);
+    turn *in_stretch = (turn *)((char *)args->workspace + cg_piece(sizeof(double) * (size_t)pairs));
+    char *scratch = (char *)in_stretch + cg_piece((size_t)(STRETCH * pairs) * sizeof(turn));
     for (int64_t i = 0; i < pairs; i++) frequency[i] = cg_rope_frequency(attr, i);
-#pragma omp parallel for schedule(static) if (N * heads * D > 16384)
-    for (int64_t n = 0; n < N; n++) {
-        const REAL *x = (const REAL *)args->in[0].data + n * heads * D;
-        REAL *y = (REAL *)args->out[0].data + n * heads * D;
-        if (positions[n] < 0) {
-            if (!in_place) memcpy(y, x, sizeof(REAL) * (size_t)(heads * D));
-            continue;
-        }
-        REAL *cosine =
-            (REAL *)(scratch + (size_t)cg_thread_slot() * cg_piece(2 * sizeof(REAL) * (size_t)pairs));
-        REAL *sine = cosine + pairs;
-        for (int64_t i = 0; i < pairs; i++) {
-            const double angle = (double)positions[n] * frequency[i];
-            cosine[i] = (REAL)cos(angle);
-            sine[i] = (REAL)(sign * sin(angle));
-        }
-        for (int64_t h = 0; h < heads; h++, x += D, y += D) {
-            if (!in_place) memcpy(y, x, sizeof(REAL) * (size_t)lead);
-            const REAL *from = x + lead;
-            REAL *to = y + lead;
-#pragma omp simd
+    const turn *table = N < STRETCH ? NULL : in_stretch; /* few rows have their own made: the same numbers */
+    for (int64_t p = 0; table && p < STRETCH; p++)
+        turns_at((double)p, pairs, frequency, in_stretch + p * pairs);
+#pragma omp parallel if (N * heads * D > 16384)
+    {
+        char *at = scratch + (size_t)cg_thread_slot() * rope_thread_bytes((size_t)pairs, sizeof(REAL));
+        turn *to_stretch = (turn *)at, *of_row = to_stretch + pairs;
+        REAL *cosine = (REAL *)(at + cg_piece(2 * (size_t)pairs * sizeof(turn))), *sine = cosine + pairs;
+        int32_t stretch = -1;
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < N; n++) {
+            const REAL *x = (const REAL *)args->in[0].data + n * heads * D;
+            REAL *y = (REAL *)args->out[0].data + n * heads * D;
+            if (positions[n] < 0) {
+                if (!in_place) memcpy(y, x, sizeof(REAL) * (size_t)(heads * D));
+                continue;
+            }
+            if (positions[n] / STRETCH != stretch) {
+                stretch = positions[n] / STRETCH;
+                turns_at((double)stretch * STRETCH, pairs, frequency, to_stretch);
+            }
+            const int64_t rest = positions[n] % STRETCH;
+            const turn *in_row = table ? table + rest * pairs : of_row;
+            if (!table) turns_at((double)rest, pairs, frequency, of_row);
             for (int64_t i = 0; i < pairs; i++) {
-                const REAL a = from[2 * i], b = from[2 * i + 1];
-                to[2 * i] = a * cosine[i] - b * sine[i];
-                to[2 * i + 1] = a * sine[i] + b * cosine[i];
+                const turn a = to_stretch[i], b = in_row[i];
+                cosine[i] = (REAL)(a.cosine * b.cosine - a.sine * b.sine);
+                sine[i] = (REAL)(sign * (a.sine * b.cosine + a.cosine * b.sine));
+            }
+            for (int64_t h = 0; h < heads; h++, x += D, y += D) {
+                if (!in_place) memcpy(y, x, sizeof(REAL) * (size_t)lead);
+                const REAL *from = x + lead;
+                REAL *to = y + lead;
+#pragma omp simd
+                for (int64_t i = 0; i < pairs; i++) {
+                    const REAL a = from[2 * i], b = from[2 * i + 1];
+                    to[2 * i] = a * cosine[i] - b * sine[i];
+                    to[2 * i + 1] = a * sine[i] + b * cosine[i];
+                }
             }
         }
     }

@@ -1,6 +1,8 @@
 /* Rotary embedding: positions and frequencies worked out by hand, the pair layout, the inverse. */
 #include "tests/support.h"
 
+#include "core/rng.h"
+
 static const cg_rope_attr plain = {.n_rotary = 4, .base = 10000}; /* frequencies 1 and 0.01 */
 
 /* Rotate x [N, D] (or [N, heads, D]) in f64; the result is freed with the bench. */
@@ -150,6 +152,39 @@ START_TEST(yarn_with_a_ramp_of_no_length) {
 }
 END_TEST
 
+/* Rows of one long sequence, against the library's sines of each angle; the same bits as in pieces of a few rows, and as
+ * position by position in any order. */
+START_TEST(few_rows_and_many_turn_alike) {
+    enum { N = 300, D = 8 };
+    const cg_rope_attr attr = {.n_rotary = D, .base = 10000};
+    double x[N * D], whole[N * D];
+    int32_t positions[N];
+    for (int64_t i = 0; i < N * D; i++) x[i] = cg_random_normal(31, 0, (uint64_t)i);
+    for (int dtype = CG_F32; dtype <= CG_F64; dtype++)
+        for (int64_t rows = N; rows > 0; rows = rows == N ? 7 : rows == 7 ? 1 : 0)
+            for (int64_t first = 0; first < N; first += rows) {
+                const int64_t n = N - first < rows ? N - first : rows;
+                for (int64_t i = 0; i < n; i++) positions[i] = (int32_t)(first + i) * 5;
+                bench b = bench_new((cg_dtype)dtype);
+                cg_value *in = bench_real(&b, "x", CG_SHAPE(n, D), x + first * D);
+                cg_value *y = cg_keep(cg_rope(b.graph, in, bench_i32(&b, "p", CG_SHAPE(n), positions), &attr));
+                bench_run(&b);
+                const double *got = bench_get(&b, y);
+                for (int64_t i = 0; rows == N && i < N * D / 2; i++) {
+                    const double angle = positions[i / (D / 2)] * cg_rope_frequency(&attr, i % (D / 2));
+                    whole[2 * i] = x[2 * i] * cos(angle) - x[2 * i + 1] * sin(angle);
+                    whole[2 * i + 1] = x[2 * i] * sin(angle) + x[2 * i + 1] * cos(angle);
+                }
+                if (rows == N) {
+                    expect_close("y", got, whole, N * D, dtype == CG_F32 ? 1e-7 : 1e-13);
+                    memcpy(whole, got, sizeof whole);
+                }
+                ck_assert(!memcmp(got, whole + first * D, (size_t)(n * D) * sizeof(double)));
+                bench_free(&b);
+            }
+}
+END_TEST
+
 /* An f32 angle at this position would be wrong in the second digit. */
 START_TEST(far_positions_in_f32) {
     bench b = bench_new(CG_F32);
@@ -165,4 +200,4 @@ END_TEST
 SUITE("rope", neighbouring_channels_are_pairs, leading_channels_keep_their_bits, all_heads_of_a_row_turn_alike,
       padding_rows_keep_their_bits, inverse_undoes_forward, compressed_rows_turn_by_their_first_token,
       an_offset_of_all_positions_changes_no_score, frequencies_of_deepseek_v4, yarn_with_a_ramp_of_no_length,
-      far_positions_in_f32)
+      few_rows_and_many_turn_alike, far_positions_in_f32)
