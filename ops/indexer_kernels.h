@@ -219,7 +219,7 @@ static __attribute__((noinline)) void KERNEL(grad_dots)(const LANES *lanes, cons
     }
 }
 
-/* n heads and `vectors` vectors of channels, both constants: dq [n, Di] += dots [m, all heads] times keys; or =. */
+/* n heads and `vectors` vectors of channels, both constants: dq [n, Di] = dots [m, all heads] times keys, or, to `add`, +=. */
 static inline __attribute__((always_inline)) void
 KERNEL(add_keys)(const REAL *k, int64_t Di, const int32_t *index, int64_t m, const REAL *dots,
                  int64_t all_heads, const int n, const int vectors, bool add, REAL *dq) {
@@ -238,27 +238,29 @@ KERNEL(add_keys)(const REAL *k, int64_t Di, const int32_t *index, int64_t m, con
                                   i++)((LANES *)(dq + i / vectors * Di))[i % vectors] = sum[i];
 }
 
+static inline __attribute__((always_inline)) void KERNEL(add_keys_to_all)(const REAL *k, int64_t Hi, int64_t Di,
+                                                                          const int32_t *index, int64_t m,
+                                                                          const REAL *dots, const int vectors,
+                                                                          bool add, REAL *dq) {
+    enum { HEADS = WIDE ? 4 : 2 };
+    const int64_t all_heads = cg_ceil_div(Hi, CG_LANES) * CG_LANES;
+    int64_t h = 0;
+    for (; h + HEADS <= Hi; h += HEADS)
+        KERNEL(add_keys)(k, Di, index, m, dots + h, all_heads, HEADS, vectors, add, dq + h * Di);
+    for (; h < Hi; h++) KERNEL(add_keys)(k, Di, index, m, dots + h, all_heads, 1, vectors, add, dq + h * Di);
+}
+
 /* dq [Hi, Di]. The channels of a few vectors at a time, so that those of all keys stay in the first-level cache. */
 static __attribute__((noinline)) void KERNEL(grad_queries)(const REAL *k, int64_t Hi, int64_t Di,
                                                            const int32_t *index, int64_t m, const LANES *dots,
                                                            bool add, REAL *dq) {
-    enum { HEADS = WIDE ? 4 : 2, VECTORS = 4 };
     const int64_t heads = cg_ceil_div(Hi, CG_LANES) * CG_LANES;
     const REAL *dot = (const REAL *)dots;
     int64_t d = 0;
-    for (; d + VECTORS * CG_LANES <= Di; d += VECTORS * CG_LANES) {
-        int64_t h = 0;
-        for (; h + HEADS <= Hi; h += HEADS)
-            KERNEL(add_keys)(k + d, Di, index, m, dot + h, heads, HEADS, VECTORS, add, dq + h * Di + d);
-        for (; h < Hi; h++)
-            KERNEL(add_keys)(k + d, Di, index, m, dot + h, heads, 1, VECTORS, add, dq + h * Di + d);
-    }
-    for (; d + CG_LANES <= Di; d += CG_LANES) {
-        int64_t h = 0;
-        for (; h + HEADS <= Hi; h += HEADS)
-            KERNEL(add_keys)(k + d, Di, index, m, dot + h, heads, HEADS, 1, add, dq + h * Di + d);
-        for (; h < Hi; h++) KERNEL(add_keys)(k + d, Di, index, m, dot + h, heads, 1, 1, add, dq + h * Di + d);
-    }
+    for (; d + 4 * CG_LANES <= Di; d += 4 * CG_LANES)
+        KERNEL(add_keys_to_all)(k + d, Hi, Di, index, m, dot, 4, add, dq + d);
+    for (; d + CG_LANES <= Di; d += CG_LANES)
+        KERNEL(add_keys_to_all)(k + d, Hi, Di, index, m, dot, 1, add, dq + d);
     for (; d < Di; d++)
         for (int64_t h = 0; h < Hi; h++) {
             REAL sum = add ? dq[h * Di + d] : 0;

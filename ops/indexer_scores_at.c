@@ -10,8 +10,8 @@
  *   dw[t,h]   = sum_j ds relu(q.k)             dq[t,h,:] = w[t,h] sum_j ds 1[q.k > 0] k[topk[t,j],:]
  *   dk[c,:]   = sum over (t,j) with topk[t,j] = c of ds sum_h w[t,h] 1[q.k > 0] q[t,h,:]
  *
- * An index may stand in a list twice. Rows of k that no list names are not read, and their gradient is exactly
- * 0, as is that of a row whose list is empty; ds of a -1 slot is not read either.
+ * An index may stand in a list twice. What rows of k hold that no list names does not matter, and their gradient is
+ * exactly 0, as is that of a row whose list is empty; ds of a -1 slot does not matter either.
  *
  * A list that names most keys of a range has the scores of the whole range made, and takes its own: keys in order may
  * be turned around once for all rows.
@@ -89,7 +89,8 @@ static size_t scores_at_grad_piece(int64_t Hi, int64_t Di, int64_t K, size_t rea
            cg_align_bytes((size_t)K * real);
 }
 
-/* Shares of the rows, dealt out in chunks: as many as take half the memory of the list, CG_KEY_PARTS at most. */
+/* Shares of the rows, dealt out in chunks: as many as take half the memory of the list (in f32),
+ * CG_KEY_PARTS at most. */
 static int64_t scores_at_parts(int64_t T, int64_t K, int64_t C, int64_t Di) {
     int64_t parts = C * Di > 0 ? T * K / (2 * C * Di) : 1;
     const int64_t chunks = cg_ceil_div(T, CG_ROW_CHUNK);

@@ -56,7 +56,7 @@ static bool rope_infer(cg_infer *infer) {
     return true;
 }
 
-/* Positions of a stretch: the power of 2 that an angle is cut at. */
+/* Positions of a stretch. */
 enum { STRETCH = 64 };
 
 /* A cosine and a sine for each pair of channels. */

@@ -14,8 +14,8 @@ typedef ORDER ORDERS __attribute__((vector_size(CG_LANES * sizeof(ORDER)), align
 
 /* Scratch of cg_select_bytes. */
 typedef struct SELECT {
-    ORDER *key,
-        *kept; /* of all, and of those kept in rising order of index; whole vectors, of those kept CG_RANKED */
+    ORDER *key;     /* of all, in whole vectors */
+    ORDER *kept;    /* of those kept, in rising order of index, in whole CG_RANKED */
     int32_t *place; /* of those kept, among all */
 } SELECT;
 
@@ -31,11 +31,23 @@ static inline SELECT KERNEL(select_take)(char **at, int64_t n, int64_t k) {
 #undef LEAST_KEY
 #define LEAST_KEY ((ORDER)((uint64_t)1 << (8 * sizeof(ORDER) - 1)))
 
+/* The bits of a number as a key, and back: below 0, larger bits are smaller numbers. */
+static inline __attribute__((always_inline)) ORDER KERNEL(select_flip)(ORDER bits) {
+    return bits ^ ((bits >> (8 * (int)sizeof(ORDER) - 1)) & ~LEAST_KEY);
+}
+
 /* -0.0 should be 0.0 before. */
 static inline __attribute__((always_inline)) ORDER KERNEL(select_key)(REAL x) {
-    ORDER key;
-    memcpy(&key, &x, sizeof key);
-    return key ^ ((key >> (8 * (int)sizeof(ORDER) - 1)) & ~LEAST_KEY);
+    ORDER bits;
+    memcpy(&bits, &x, sizeof bits);
+    return KERNEL(select_flip)(bits);
+}
+
+static inline REAL KERNEL(select_number)(ORDER key) {
+    const ORDER bits = KERNEL(select_flip)(key);
+    REAL x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
 }
 
 /* Keys [n] of scores, filled up to whole vectors. Returns whether one is NaN. */
@@ -68,17 +80,12 @@ static inline int64_t KERNEL(select_count)(const ORDER *key, int64_t n, ORDER bo
  * it is their key. Returns how many reach it; above: how many of them are known to be larger. */
 static inline int64_t KERNEL(select_bound)(const ORDER *key, int64_t n, int64_t k, ORDER low, ORDER high,
                                            ORDER *bound, int64_t *above) {
-    int64_t reach = n; /* low; keys above high are less than k: */
-    *above = 0;
+    int64_t reach = n; /* of low */
+    *above = 0;        /* high; always less than k */
     for (int pass = 1; reach > cg_select_most(k) && low < high; pass++) {
-        REAL x, y;
-        const ORDER ends[2] = {low ^ ((low >> (8 * (int)sizeof(ORDER) - 1)) & ~LEAST_KEY),
-                               high ^ ((high >> (8 * (int)sizeof(ORDER) - 1)) & ~LEAST_KEY)};
-        memcpy(&x, &ends[0], sizeof x);
-        memcpy(&y, &ends[1], sizeof y);
         /* Half-way between numbers; between keys where that is neither, and now and then, since one score may be far
          * from all others. */
-        ORDER middle = KERNEL(select_key)(x / 2 + y / 2);
+        ORDER middle = KERNEL(select_key)(KERNEL(select_number)(low) / 2 + KERNEL(select_number)(high) / 2);
         if (middle <= low || middle > high || pass % 4 == 0)
             middle = (ORDER)((uint64_t)low + ((uint64_t)high - (uint64_t)low) / 2 + 1);
         const int64_t count = KERNEL(select_count)(key, n, middle);

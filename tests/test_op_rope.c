@@ -152,8 +152,8 @@ START_TEST(yarn_with_a_ramp_of_no_length) {
 }
 END_TEST
 
-/* Rows of one long sequence, against the library's sines of each angle; the same bits as in pieces of a few rows, and as
- * position by position in any order. */
+/* Rows of one long sequence, against the library's sines of each angle; in pieces of a few rows, and row by row, they
+ * have the same bits. */
 START_TEST(few_rows_and_many_turn_alike) {
     enum { N = 300, D = 8 };
     const cg_rope_attr attr = {.n_rotary = D, .base = 10000};

@@ -47,7 +47,7 @@ def heap(keep):
     if not hasattr(libc, "mallopt"):
         raise SystemExit("this C library has no mallopt: times would be those of page faults")
     settings = (
-        {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: 64 * MIB} if keep else {M_MMAP_THRESHOLD: 128 << 10}
+        {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: 64 * MIB} if keep else {M_MMAP_THRESHOLD: 128 << 10}
     )
     for name, value in settings.items():
         libc.mallopt(name, value)
