@@ -299,6 +299,25 @@ double cg_dtype_rounding(cg_dtype dtype) {
     return dtype == CG_F64 ? 0x1p-53 : dtype == CG_BF16 ? 0x1p-9 : dtype == CG_F16 ? 0x1p-11 : 0x1p-24;
 }
 
+cg_dtype cg_dump_holds(const cg_dump *d, cg_dump_id id) {
+    const cg_dump_array *a = &d->array[id];
+    const int64_t n = a->name ? cg_shape_count(&a->shape) : 0;
+    bool bf16 = true, f32 = true, fine = false;
+    if (!n || (a->dtype != CG_F32 && a->dtype != CG_F64)) return a->dtype;
+    for (int64_t i = 0; i < n && f32; i++) {
+        double x;
+        uint32_t bits;
+        convert(a->dtype, a->data, i, 1, &x);
+        const float y = (float)x;
+        memcpy(&bits, &y, sizeof bits);
+        if (isnan(x)) continue;
+        f32 &= (double)y == x;
+        bf16 &= (bits & 0xffff) == 0;
+        fine |= (bits & 0x0fffff) != 0;
+    }
+    return !fine ? a->dtype : f32 && bf16 ? CG_BF16 : f32 ? CG_F32 : a->dtype;
+}
+
 static void read_parts(const cg_dump_array *a, int64_t at, double *out) {
     for (int64_t h = 0; h < a->heads; h++)
         convert(a->dtype, a->data, at + h * a->head_stride, a->width, out + h * a->width);

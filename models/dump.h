@@ -120,6 +120,9 @@ void cg_dump_list(const cg_dump *dump, cg_dump_id id, int64_t t, int64_t *out);
 int64_t cg_dump_visible(const cg_dump *dump, int64_t t);
 bool cg_dump_is_real(const cg_dump *dump, int64_t t);
 
+/* The coarsest type that holds every number of the array exactly; its own where they say nothing (0, small integers). */
+cg_dtype cg_dump_holds(const cg_dump *dump, cg_dump_id id);
+
 /* Half the distance of neighbouring numbers near 1 in the tensor's type. */
 double cg_dtype_rounding(cg_dtype dtype);
 

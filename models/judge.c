@@ -8,6 +8,9 @@
 
 #include "core/vec.h"
 
+const double judge_rounding[JUDGE_LEVELS] = {0x1p-53, 0x1p-24, 0x1p-11, 0x1p-9};
+const char *const judge_level_name[JUDGE_LEVELS] = {"float64", "float32", "float16 or tf32", "bfloat16"};
+
 static double dot(const double *a, const double *b, int64_t n) {
     double sum = 0;
 #pragma omp simd reduction(+ : sum)
@@ -25,12 +28,6 @@ static double largest(const double *x, int64_t n) {
     double max = 0;
     for (int64_t i = 0; i < n; i++) max = fabs(x[i]) > max ? fabs(x[i]) : max;
     return max;
-}
-
-static bool any_f64(const judge *j) {
-    for (int id = 0; id < CG_DUMP_ARRAYS; id++)
-        if (j->d->array[id].name && j->d->array[id].dtype == CG_F64) return true;
-    return false;
 }
 
 /* ---- the row ---- */
@@ -101,6 +98,7 @@ void judge_row_scores(const judge *j, judge_row *r) {
     if (j->has_dots) {
         cg_dump_row(d, CG_DUMP_Q_INDEXER, r->t, r->qi);
         cg_dump_row(d, CG_DUMP_WEIGHTS, r->t, r->w);
+        for (int64_t g = 0; g < G; g++) r->w[g] *= j->weights_factor;
         const double *k = j->ki + (r->segment < 0 ? 0 : j->key0[r->segment]) * E;
         for (int64_t i = 0; i < n; i++)
             for (int64_t g = 0; g < G; g++) r->dots[g * n + i] = dot(r->qi + g * E, k + i * E, E);
@@ -149,7 +147,7 @@ void judge_row_attention(const judge *j, judge_row *r) {
     cg_dump_row(d, CG_DUMP_QUERY, r->t, r->q);
     const double *k = j->ckv + (r->segment < 0 ? 0 : j->key0[r->segment]) * D;
     for (int64_t i = 0; i < n; i++)
-        for (int64_t h = 0; h < H; h++) r->logits[h * n + i] = d->scale * dot(r->q + h * D, k + i * D, D);
+        for (int64_t h = 0; h < H; h++) r->logits[h * n + i] = j->scale * dot(r->q + h * D, k + i * D, D);
     r->largest_logit = largest(r->logits, H * n);
     for (int64_t h = 0; h < H; h++) {
         double max = -INFINITY, *e = r->exps + h * n;
@@ -164,7 +162,7 @@ void judge_row_attention(const judge *j, judge_row *r) {
         for (int64_t h = 0; h < H; h++) {
             double max = -INFINITY, sum = 0;
             for (int64_t p = from; p <= r->position; p++) {
-                const double x = d->scale * dot(r->q + h * D, kv + p * D, D);
+                const double x = j->scale * dot(r->q + h * D, kv + p * D, D);
                 if (x > max) {
                     sum = sum * exp(max - x) + 1;
                     max = x;
@@ -195,24 +193,14 @@ cg_contract_row judge_contract_row(const judge *j, const judge_row *r, int score
                              .exps = r->exps};
 }
 
-/* Noise was measured in float; a quantity in f64 is expected to be computed in f64. */
-static double noise(double relative, double magnitude, double rounding) {
-    return relative * magnitude * (rounding < 0x1p-30 ? rounding * 0x1p24 : 1);
+double judge_logit_noise(const judge *j, const judge_row *r) { return j->noise_logits * r->largest_logit; }
+double judge_score_noise(const judge *j, const judge_row *r) {
+    return (j->has_dots ? j->noise_dots : 0x1p-24) * r->largest_score;
 }
-double judge_logit_noise(const judge *j, const judge_row *r, double rounding) {
-    return noise(j->noise_logits, r->largest_logit, rounding);
-}
-double judge_score_noise(const judge *j, const judge_row *r, double rounding) {
-    return noise(j->has_dots ? j->noise_dots : 0x1p-24, r->largest_score, rounding);
-}
-double judge_dot_noise(const judge *j, const judge_row *r, double rounding) {
-    return noise(j->noise_dots, r->largest_dot, rounding);
-}
+double judge_dot_noise(const judge *j, const judge_row *r) { return j->noise_dots * r->largest_dot; }
 
-double judge_floor(double rounding) {
-    return rounding < 0x1p-30    ? 0x1p-1022
-           : rounding == 0x1p-11 ? 0x1p-24
-                                 : 0x1p-126; /* f64, f16, f32 and bf16 */
+double judge_floor(double stored) {
+    return stored < 0x1p-30 ? 0x1p-1022 : stored == 0x1p-11 ? 0x1p-24 : 0x1p-126; /* f64, f16, f32 and bf16 */
 }
 
 /* ---- how much float dot products miss ---- */
@@ -243,7 +231,7 @@ static bool measure_noise(judge *j, cg_error *error) {
                 round_f32(j->ckv + (j->key0[r.segment] + i) * d->D, d->D, b);
                 for (int64_t h = 0; h < d->H; h++) {
                     round_f32(r.q + h * d->D, d->D, a);
-                    const double x = (double)((float)d->scale * dot_f32(a, b, d->D));
+                    const double x = (double)((float)j->scale * dot_f32(a, b, d->D));
                     j->noise_logits = fmax(j->noise_logits, fabs(x - r.logits[h * r.n + i]) / r.largest_logit);
                 }
             }
@@ -271,29 +259,33 @@ static double *keys_of(const cg_dump *d, cg_dump_id id, int64_t width, const int
     return x;
 }
 
-/* An answer computed in bf16 and stored as f32, as .float() before saving makes it: no number has a bit below those of
- * bf16, and enough of them have some. Small whole numbers alone do not count. */
-static bool holds_bf16(const cg_dump_array *a) {
-    int64_t n = cg_shape_count(&a->shape), fine = 0;
-    if (!a->data || a->dtype != CG_F32) return false;
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t bits;
-        memcpy(&bits, (const float *)a->data + i, sizeof bits);
-        if (bits & 0xffff) return false;
-        fine += (bits & 0x1f0000) != 0; /* its last five bits of mantissa */
+/* Own and free level of each answer. */
+static void find_levels(judge *j) {
+    const cg_dump *d = j->d;
+    bool coarse = false; /* an input that f64 arithmetic did not make */
+    for (int id = 0; id < CG_DUMP_ARRAYS; id++) {
+        const cg_dtype held = cg_dump_holds(d, (cg_dump_id)id);
+        j->stored[id] = cg_dtype_rounding(held);
+        j->own[id] = held == CG_F64 ? JUDGE_F64 : JUDGE_F32;
+        if (!d->array[id].name) continue;
+        if (id < CG_DUMP_TOPK)
+            coarse |= held != CG_F64;
+        else if (j->stored[id] > cg_dtype_rounding(d->array[id].dtype) && id >= CG_DUMP_OUTPUT)
+            judge_note(j, "%s holds %s numbers in %s and is judged at their rounding", cg_dump_names[id],
+                       cg_dtype_name(held), cg_dtype_name(d->array[id].dtype));
     }
-    return fine >= 64;
+    for (int id = 0; id < CG_DUMP_ARRAYS; id++) {
+        j->free[id] = coarse ? JUDGE_F32 : j->own[id];
+        j->level[id] = j->own[id];
+    }
 }
 
 bool judge_open(judge *j, const cg_dump *d, const cg_verdict_options *o, cg_verdict *v, cg_error *error) {
     *j = (judge){.d = d, .v = v, .tolerance = o->tolerance, .n_worst = o->n_worst};
     j->allowed = o->tolerance > 0 ? 1 : 4;
-    for (int id = 0; id < CG_DUMP_ARRAYS; id++) {
-        j->rounding[id] = cg_dtype_rounding(d->array[id].dtype);
-        if (id < CG_DUMP_OUTPUT || !holds_bf16(&d->array[id])) continue;
-        j->rounding[id] = cg_dtype_rounding(CG_BF16);
-        judge_note(j, "%s holds bf16 numbers in f32 and is judged at the rounding of bf16", cg_dump_names[id]);
-    }
+    j->scale = d->scale;
+    j->weights_factor = 1;
+    find_levels(j);
     j->has_logits = cg_dump_has(d, CG_DUMP_QUERY) && cg_dump_has(d, CG_DUMP_COMPRESSED_KV);
     j->has_window = cg_dump_has(d, CG_DUMP_KV) && cg_dump_has(d, CG_DUMP_QUERY);
     j->has_lse = !j->has_window && cg_dump_has(d, CG_DUMP_WINDOW_LSE);
@@ -353,20 +345,22 @@ static double error_of(double got, double want) {
     return isnan(error) ? INFINITY : error;
 }
 
-/* With a tolerance, the unit is that share of the row's largest magnitude. */
-static double unit_of(const judge *j, double unit, double row_largest) {
-    return j->tolerance > 0 ? j->tolerance * row_largest : unit;
+double judge_unit(const judge *j, cg_dump_id id, judge_level level, double want, double noise) {
+    const double e = j->stored[id], computed = noise * (judge_rounding[level] / judge_rounding[JUDGE_F32]);
+    return computed + e * fabs(want) + (noise > 0 ? judge_floor(e) : 0);
 }
 
 static double units_of(double error, double unit) {
     return error == 0 ? 0 : unit > 0 ? error / unit : INFINITY;
 }
 
-bool judge_same(const judge *j, int64_t n, const double *got, const double *want, const double *unit) {
-    const double row_largest = j->tolerance > 0 ? largest(want, n) : 0;
+bool judge_same(const judge *j, cg_dump_id id, int64_t n, const double *got, const double *want,
+                const double *noise) {
+    const double wide = j->tolerance * (j->tolerance > 0 ? largest(want, n) : 0);
     for (int64_t i = 0; i < n; i++) {
         const double error = error_of(got[i], want[i]);
-        if (error > 0 && !(error <= j->allowed * unit_of(j, unit[i], row_largest))) return false;
+        const double unit = j->tolerance > 0 ? wide : judge_unit(j, id, j->level[id], want[i], noise[i]);
+        if (error > 0 && !(error <= j->allowed * unit)) return false;
     }
     return true;
 }
@@ -380,24 +374,105 @@ static void keep_worst(judge_stat *s, const cg_difference *d, int n_worst) {
     s->worst[at] = *d;
 }
 
-void judge_compare(const judge *j, judge_stat *s, int64_t segment, int64_t position, int64_t t, int64_t n,
-                   int64_t per_head, const double *got, const double *want, const double *unit) {
-    const double row_largest = j->tolerance > 0 ? largest(want, n) : 0;
+/* ---- one factor ---- */
+
+static const judge_factor any_factor = {-INFINITY, INFINITY, 0, 0};
+
+/* The factors that make got of want: a wanted number well above its rounding says something. */
+static void narrow(const judge *j, judge_factor *f, double got, double want, double unit) {
+    const double rounding = j->allowed * unit;
+    if (!(fabs(want) > 2 * rounding)) { /* NaN too */
+        const double size = unit > 0 ? fabs(got) / unit : got == 0 ? 0 : INFINITY;
+        if (!(size <= f->other)) f->other = isnan(size) ? INFINITY : size;
+        return;
+    }
+    const double ratio = got / want, room = fabs(ratio) * rounding / (fabs(want) - rounding);
+    f->n++;
+    if (!(ratio - room <= f->lo)) f->lo = ratio - room;
+    if (!(ratio + room >= f->hi)) f->hi = ratio + room;
+}
+
+/* True: one factor makes all of it. */
+static bool has_factor(const judge *j, const judge_factor *f) {
+    const double most = fmax(fmax(fabs(f->lo), fabs(f->hi)), 1);
+    return f->n > 0 && f->lo <= f->hi && f->other <= 2 * j->allowed * most;
+}
+
+static void meet(judge_factor *to, const judge_factor *from) {
+    to->lo = fmax(to->lo, from->lo);
+    to->hi = fmin(to->hi, from->hi);
+    to->n += from->n;
+    to->other = fmax(to->other, from->other);
+}
+
+double judge_simplest(double lo, double hi) {
+    if (lo < 0 && hi < 0) return -judge_simplest(-hi, -lo);
+    if (lo <= 0 && hi >= 0) return 0;
+    const double middle = lo + (hi - lo) / 2;
+    for (int size = 1; size <= 1024; size++) /* p / q with p * q = size */
+        for (int q = 1; q <= size; q++) {
+            const double x = (double)size / q / q;
+            if (size % q == 0 && x >= lo && x <= hi) return x;
+        }
+    return middle;
+}
+
+bool judge_factor_of(const judge *j, const judge_stat *const *stats, const cg_dump_id *ids, int n,
+                     double *factor) {
+    for (judge_level level = JUDGE_F64; level < JUDGE_LEVELS; level++) {
+        judge_factor all = any_factor;
+        bool own = true;
+        for (int i = 0; i < n; i++) {
+            own &= level >= j->own[ids[i]];
+            meet(&all, &stats[i]->factor[level]);
+        }
+        if (!own || !has_factor(j, &all)) continue;
+        *factor = judge_simplest(all.lo, all.hi);
+        return !(all.lo <= 1 && all.hi >= 1);
+    }
+    return false;
+}
+
+/* ---- rows ---- */
+
+void judge_compare(const judge *j, cg_dump_id id, judge_stat *s, int64_t segment, int64_t position, int64_t t,
+                   int64_t n, int64_t per_head, const double *got, const double *want, const double *noise) {
+    const double wide = j->tolerance * (j->tolerance > 0 ? largest(want, n) : 0);
     cg_difference first = {.segment = segment, .position = position, .head = -1}, worst = first;
-    bool differs = false;
+    bool differs = false, beyond = false;
+    judge_factor row = any_factor;
     for (int64_t i = 0; i < n; i++) {
-        const double error = error_of(got[i], want[i]),
-                     units = units_of(error, unit_of(j, unit[i], row_largest));
+        const double error = error_of(got[i], want[i]);
+        double own = 0;
+        for (judge_level level = j->own[id]; level < JUDGE_LEVELS; level++) {
+            const double unit = j->tolerance > 0 ? wide : judge_unit(j, id, level, want[i], noise[i]);
+            const double units = units_of(error, unit);
+            if (level == j->own[id]) own = units;
+            if (!(units <= s->worst_units[level])) s->worst_units[level] = units;
+            if (s->factor[level].lo <= s->factor[level].hi) narrow(j, &s->factor[level], got[i], want[i], unit);
+            if (level != j->free[id]) continue;
+            beyond |= units > j->allowed;
+            narrow(j, &row, got[i], want[i], unit);
+        }
         if (error > s->max_error) s->max_error = error;
         if (fabs(want[i]) > s->max_want) s->max_want = fabs(want[i]);
-        const cg_difference here = {segment, position, per_head ? i / per_head : -1, got[i], want[i], units};
-        if (units > j->allowed && !differs) {
+        const cg_difference here = {segment, position, per_head ? i / per_head : -1, got[i], want[i], own};
+        if (own > j->allowed && !differs) {
             differs = true;
             first = here;
         }
-        if (units > worst.units) worst = here;
+        if (own > worst.units) worst = here;
     }
-    if (worst.units > s->worst_units) s->worst_units = worst.units;
+    s->rows += row.n > 0 || beyond;
+    s->beyond += beyond;
+    if (row.n >= 3) {
+        s->free_rows++;
+        s->free_beyond += beyond && !has_factor(j, &row);
+    }
+    if (row.n > 0 && has_factor(j, &row)) {
+        s->row_lo = fmin(s->row_lo, row.hi);
+        s->row_hi = fmax(s->row_hi, row.lo);
+    }
     if (differs && (s->first_row < 0 || t < s->first_row)) {
         s->first_row = t;
         s->first = first;
@@ -408,13 +483,23 @@ void judge_compare(const judge *j, judge_stat *s, int64_t segment, int64_t posit
 
 void judge_stat_init(judge_stat *stats, int n) {
     memset(stats, 0, (size_t)n * sizeof *stats);
-    for (int i = 0; i < n; i++) stats[i].first_row = -1;
+    for (int i = 0; i < n; i++) {
+        stats[i].first_row = -1;
+        stats[i].row_lo = INFINITY, stats[i].row_hi = -INFINITY;
+        for (int level = 0; level < JUDGE_LEVELS; level++) stats[i].factor[level] = any_factor;
+    }
 }
 
 void judge_stat_merge(judge_stat *to, const judge_stat *from, int n_worst) {
     to->max_error = fmax(to->max_error, from->max_error);
     to->max_want = fmax(to->max_want, from->max_want);
-    to->worst_units = fmax(to->worst_units, from->worst_units);
+    for (int level = 0; level < JUDGE_LEVELS; level++) {
+        to->worst_units[level] = fmax(to->worst_units[level], from->worst_units[level]);
+        meet(&to->factor[level], &from->factor[level]);
+    }
+    to->rows += from->rows, to->beyond += from->beyond;
+    to->free_rows += from->free_rows, to->free_beyond += from->free_beyond;
+    to->row_lo = fmin(to->row_lo, from->row_lo), to->row_hi = fmax(to->row_hi, from->row_hi);
     if (from->first_row >= 0 && (to->first_row < 0 || from->first_row < to->first_row)) {
         to->first_row = from->first_row;
         to->first = from->first;
@@ -423,23 +508,52 @@ void judge_stat_merge(judge_stat *to, const judge_stat *from, int n_worst) {
         keep_worst(to, &from->worst[i], n_worst < CG_WORST_ROWS ? n_worst : CG_WORST_ROWS);
 }
 
+judge_outcome judge_outcome_of(const judge *j, cg_dump_id id, const judge_stat *s, judge_level *level) {
+    const judge_level own = j->own[id], free = j->free[id];
+    for (*level = own; *level < JUDGE_LEVELS; ++*level)
+        if (!(s->worst_units[*level] > j->allowed)) break;
+    if (*level == JUDGE_LEVELS) return JUDGE_OTHER;
+    if (*level <= free) return JUDGE_SAME;
+    /* rounding shows in most rows, and not as a factor, neither of all numbers nor row by row */
+    if (s->factor[free].n > 1 && has_factor(j, &s->factor[free])) return JUDGE_OTHER;
+    if (s->rows >= 4 && s->beyond * 4 < s->rows) return JUDGE_OTHER;
+    if (s->free_rows >= 4 && s->free_beyond * 4 < s->free_rows) return JUDGE_OTHER;
+    const bool free_enough = s->free_rows ? s->free_beyond >= 2 : s->beyond >= 8;
+    return s->beyond >= 3 && free_enough ? JUDGE_SAME : JUDGE_UNSURE;
+}
+
 /* ---- the verdict ---- */
 
 cg_quantity *judge_add(judge *j, const char *name, cg_dump_id id, const judge_stat *s) {
     cg_verdict *v = j->v;
     if (v->n_quantities == CG_QUANTITIES) return &v->quantities[CG_QUANTITIES - 1];
     cg_quantity *q = &v->quantities[v->n_quantities++];
+    judge_level level;
+    const judge_outcome outcome = judge_outcome_of(j, id, s, &level);
     *q = (cg_quantity){.name = name,
                        .tensor = j->d->array[id].name,
-                       .ok = !(s->worst_units > j->allowed),
+                       .ok = outcome == JUDGE_SAME,
+                       .unsure = outcome == JUDGE_UNSURE,
                        .worst_rel = s->max_error == 0 ? 0
                                     : s->max_want > 0 ? s->max_error / s->max_want
                                                       : INFINITY,
-                       .worst_units = s->worst_units,
-                       .has_first = s->first_row >= 0,
+                       .worst_units = s->worst_units[outcome == JUDGE_SAME ? level : j->own[id]],
+                       .has_first = outcome != JUDGE_SAME && s->first_row >= 0,
                        .first = s->first,
                        .n_worst = s->n_worst};
     memcpy(q->worst, s->worst, sizeof q->worst);
+    if (outcome == JUDGE_SAME && level > j->own[id])
+        judge_note(j, "%s was probably computed in %s and is judged at its rounding", name,
+                   judge_level_name[level]);
+    return q;
+}
+
+cg_quantity *judge_add_unjudged(judge *j, const char *name, cg_dump_id id, const char *lacks) {
+    cg_verdict *v = j->v;
+    if (v->n_quantities == CG_QUANTITIES) return &v->quantities[CG_QUANTITIES - 1];
+    cg_quantity *q = &v->quantities[v->n_quantities++];
+    *q = (cg_quantity){.name = name, .tensor = j->d->array[id].name, .unjudged = true};
+    snprintf(q->says, sizeof q->says, "not judged: %s needed", lacks);
     return q;
 }
 
@@ -458,57 +572,31 @@ void judge_fault(judge *j, const char *name) {
         snprintf(j->v->faults[j->v->n_faults++], sizeof j->v->faults[0], "%s", name);
 }
 
-/* Below what the stored type can tell: f64 numbers that were computed in f32. */
-static void expect_f32(judge *j) {
-    for (int id = 0; id < CG_DUMP_ARRAYS; id++)
-        if (j->rounding[id] < 0x1p-24) j->rounding[id] = 0x1p-24;
-}
-
-static bool judge_all(judge *j, const cg_contract *expected, cg_error *error) {
-    return judge_selection(j, error) && judge_attention(j, error) && judge_loss(j, expected, error);
-}
-
-static int n_bad(const cg_verdict *v) {
-    int n = 0;
-    for (int i = 0; i < v->n_quantities; i++) n += !v->quantities[i].ok && !v->quantities[i].says[0];
-    return n + (v->judged_loss && !v->identified);
-}
-
 cg_verdict *cg_verdict_make(const cg_dump *d, const cg_verdict_options *o, cg_error *error) {
-    cg_verdict *v = calloc(1, sizeof *v), *again = NULL;
+    cg_verdict *v = calloc(1, sizeof *v);
     const cg_contract expected = o->expected ? *o->expected : d->declared;
     judge j = {0};
     if (!v) {
         cg_fail(error, CG_FAILED, "out of memory for a verdict");
         return NULL;
     }
-    bool ok = judge_open(&j, d, o, v, error) && judge_all(&j, &expected, error);
-    if (ok && n_bad(v) && any_f64(&j)) { /* f64 in the file may have been f32 before: look with that rounding */
-        again = calloc(1, sizeof *again);
-        ok = again != NULL || cg_fail(error, CG_FAILED, "out of memory for a verdict");
-        if (ok) {
-            const int before = n_bad(v);
-            j.v = again;
-            expect_f32(&j);
-            ok = judge_all(&j, &expected, error);
-            if (ok && n_bad(again) < before) {
-                judge_note(&j, "f64 numbers agree to float32 rounding only: they were computed in float32");
-                cg_verdict *swap = v;
-                v = again;
-                again = swap;
-            }
-        }
-    }
+    bool ok = judge_open(&j, d, o, v, error) && judge_selection(&j, error) && judge_attention(&j, error) &&
+              judge_loss(&j, &expected, error);
     judge_close(&j);
-    free(again);
     if (ok && !v->n_quantities)
         ok = cg_fail(error, CG_BAD_INPUT,
                      "nothing can be judged: the dump has inputs but no selection, output, target, loss or "
                      "gradient that they give");
     if (ok) {
+        bool other = false;
         v->expected = expected;
         v->match = true;
-        for (int i = 0; i < v->n_quantities; i++) v->match &= v->quantities[i].ok;
+        for (int i = 0; i < v->n_quantities; i++) {
+            const cg_quantity *q = &v->quantities[i];
+            v->match &= q->ok;
+            other |= !q->ok && !q->unsure && !q->unjudged;
+        }
+        v->cannot_tell = !v->match && !other;
         return v;
     }
     free(v);

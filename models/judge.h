@@ -7,13 +7,38 @@
 /* Pieces of the rows, striped; sums over them are added in order, so that results do not depend on threads. */
 enum { JUDGE_CHUNKS = 8 };
 
-/* Errors of one quantity, in one chunk. */
+/* What an answer may have been computed in. Units of expected rounding are those of one of these levels; what the
+ * stored type rounds away comes on top, and is the answer's own. */
+typedef enum judge_level { JUDGE_F64, JUDGE_F32, JUDGE_F16, JUDGE_BF16, JUDGE_LEVELS } judge_level;
+extern const double judge_rounding[JUDGE_LEVELS]; /* 2^-53, 2^-24, 2^-11 (tf32 too), 2^-9 */
+extern const char *const judge_level_name[JUDGE_LEVELS];
+
+/* The factors by which all elements are those expected, at one level: an interval, empty where lo > hi. */
+typedef struct judge_factor {
+    double lo, hi;
+    int64_t n;    /* elements large enough to say something */
+    double other; /* the largest of the rest, in units: must be small beside the factor */
+} judge_factor;
+
+/* Errors of one quantity, in one chunk. From the answer's own level on, coarser levels beside it. */
 typedef struct judge_stat {
-    double max_error, max_want, worst_units;
-    int64_t first_row; /* -1: none differs */
+    double max_error, max_want, worst_units[JUDGE_LEVELS];
+    judge_factor factor[JUDGE_LEVELS];
+    /* at the answer's own level: rows with an element above its rounding; those that differ; those whose elements could
+     * show a common factor; those of them that differ by more than one */
+    int64_t rows, beyond, free_rows, free_beyond;
+    double row_lo, row_hi; /* the factors of rows that differ by one */
+    int64_t first_row;     /* -1: none differs */
     cg_difference first, worst[CG_WORST_ROWS];
     int n_worst;
 } judge_stat;
+
+/* How a quantity stands beside one expectation. */
+typedef enum judge_outcome {
+    JUDGE_SAME,   /* as expected, at `level` */
+    JUDGE_UNSURE, /* coarser arithmetic would explain it, but nothing shows that there was any */
+    JUDGE_OTHER   /* it differs */
+} judge_outcome;
 
 typedef struct judge {
     const cg_dump *d;
@@ -21,7 +46,13 @@ typedef struct judge {
     double allowed;   /* units of expected rounding that are no difference */
     double tolerance; /* or 0 */
     int n_worst;
-    double rounding[CG_DUMP_ARRAYS]; /* of each tensor's numbers */
+    double stored[CG_DUMP_ARRAYS];   /* rounding of each tensor's numbers */
+    judge_level own[CG_DUMP_ARRAYS]; /* the finest arithmetic that an answer is held against */
+    judge_level
+        free[CG_DUMP_ARRAYS]; /* the coarsest that needs no evidence: what its inputs and its type have */
+    judge_level level[CG_DUMP_ARRAYS]; /* the one in force where contracts are looked for */
+    double scale;                      /* softmax_scale, times the factor that was found, if any */
+    double weights_factor;             /* what the dump's head weights are multiplied by, likewise: 1 */
 
     bool has_logits, has_window, has_lse, has_sink, has_dots, has_scores, has_list;
     int64_t *key0;                   /* [B+1] first row of a segment in the arrays of keys */
@@ -62,25 +93,42 @@ void judge_row_attention(const judge *j, judge_row *r); /* logits, window */
 
 cg_contract_row judge_contract_row(const judge *j, const judge_row *r, int scores);
 
-/* What float arithmetic may change in the row's logits, scores and dots, given the rounding of a quantity. */
-double judge_logit_noise(const judge *j, const judge_row *r, double rounding);
-double judge_score_noise(const judge *j, const judge_row *r, double rounding);
-double judge_dot_noise(const judge *j, const judge_row *r, double rounding);
+/* What arithmetic in f32 changes in the row's logits, scores and dots. Noise is always that of f32: what is computed
+ * coarser has judge_rounding[level] / judge_rounding[JUDGE_F32] times as much. */
+double judge_logit_noise(const judge *j, const judge_row *r);
+double judge_score_noise(const judge *j, const judge_row *r);
+double judge_dot_noise(const judge *j, const judge_row *r);
 
 /* What is lost below the normal numbers of the type: frameworks flush it to 0. */
-double judge_floor(double rounding);
+double judge_floor(double stored);
 
-/* Compare n elements of row t: unit[i] is the expected rounding of element i; per_head elements belong to a head (0:
- * none has one). True: no difference. */
-bool judge_same(const judge *j, int64_t n, const double *got, const double *want, const double *unit);
-void judge_compare(const judge *j, judge_stat *stat, int64_t segment, int64_t position, int64_t t, int64_t n,
-                   int64_t per_head, const double *got, const double *want, const double *unit);
+/* Unit of expected rounding of an element of tensor id at a level. noise 0: exactly `want` is expected. */
+double judge_unit(const judge *j, cg_dump_id id, judge_level level, double want, double noise);
+
+/* Compare n elements of row t of a tensor with what is wanted; noise[i] as above. per_head elements belong to a head
+ * (0: none has one). judge_same: no difference at the level in force. */
+bool judge_same(const judge *j, cg_dump_id id, int64_t n, const double *got, const double *want,
+                const double *noise);
+void judge_compare(const judge *j, cg_dump_id id, judge_stat *stat, int64_t segment, int64_t position,
+                   int64_t t, int64_t n, int64_t per_head, const double *got, const double *want,
+                   const double *noise);
 
 void judge_stat_init(judge_stat *stats, int n);
 void judge_stat_merge(judge_stat *to, const judge_stat *from, int n_worst);
 
-/* Add a quantity to the verdict. */
+/* The stat of a tensor, judged: level is the finest that explains it. Coarser arithmetic than `free` is believed where it
+ * shows: in many rows, and not as a factor. A row among exact ones that is off by as much is wrong. */
+judge_outcome judge_outcome_of(const judge *j, cg_dump_id id, const judge_stat *stat, judge_level *level);
+
+/* One factor for all stats of a group, at the finest level that has one; false: there is none, or it is 1. The value is
+ * the simplest number in the interval: 0.25 and not 0.25000012. */
+bool judge_factor_of(const judge *j, const judge_stat *const *stats, const cg_dump_id *ids, int n,
+                     double *factor);
+double judge_simplest(double lo, double hi);
+
+/* Add a quantity to the verdict, judged. judge_add_unjudged: an answer that the dump lacks inputs for. */
 cg_quantity *judge_add(judge *j, const char *name, cg_dump_id id, const judge_stat *stat);
+cg_quantity *judge_add_unjudged(judge *j, const char *name, cg_dump_id id, const char *lacks);
 
 void judge_note(judge *j, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void judge_fault(judge *j, const char *name);

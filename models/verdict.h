@@ -25,6 +25,8 @@ typedef struct cg_quantity {
     const char *name;
     const char *tensor; /* as in the file */
     bool ok;
+    bool unsure;        /* not ok, but arithmetic coarser than its type explains it, and nothing shows which it was */
+    bool unjudged;      /* the dump lacks what is needed: `says` tells what */
     double worst_rel;   /* largest error over largest expected magnitude */
     double worst_units; /* largest error in units of expected rounding */
     bool has_first;
@@ -37,7 +39,8 @@ typedef struct cg_quantity {
 enum { CG_QUANTITIES = 24, CG_VERDICT_FAULTS = 24, CG_NOTES = 24 };
 
 typedef struct cg_verdict {
-    bool match;       /* every quantity is as expected */
+    bool match;       /* every answer of the dump is judged, and as expected */
+    bool cannot_tell; /* nothing is known to differ, but not every answer could be judged */
     bool identified;  /* contract holds a contract that gives the dump's loss quantities */
     bool judged_loss; /* target, prediction, kl, loss or gradients were there to judge */
     cg_contract expected, contract, gradient;
