@@ -10,8 +10,8 @@
 
 /* ---- names ---- */
 
-const char *const cg_axis_names[CG_AXES + 1] = {"teacher",   "support", "kl",    "normalise",
-                                                "reduction", "scores",  "heads", NULL};
+const char *const cg_axis_names[CG_AXES + 1] = {"teacher", "support", "kl",         "normalise", "reduction",
+                                                "scores",  "heads",   "row-weight", NULL};
 
 static const char *const teachers[] = {"full", "sink", "compressed", "window", NULL};
 static const char *const supports[] = {"sparse", "dense", NULL};
@@ -23,8 +23,10 @@ static const char *const scores_forms[] = {"relu", "linear", NULL};
 static const char *const head_sets[] = {
     "all", "first-half", "second-half", "local-normalised-2", "local-normalised-4", NULL};
 
-static const char *const *const value_names[CG_AXES] = {teachers,   supports,     kls,      normalises,
-                                                        reductions, scores_forms, head_sets};
+static const char *const row_weights[] = {"equal", "compressed-mass", NULL};
+
+static const char *const *const value_names[CG_AXES] = {teachers,   supports,     kls,       normalises,
+                                                        reductions, scores_forms, head_sets, row_weights};
 
 static const struct {
     const char *name, *says;
@@ -85,12 +87,16 @@ static int find(const char *what, const char *word, size_t length, const char *c
 }
 
 bool cg_contract_parse(const char *text, cg_contract *contract, cg_error *error) {
+    *contract = cg_contract_default();
+    return cg_contract_parse_over(text, contract, error);
+}
+
+bool cg_contract_parse_over(const char *text, cg_contract *contract, cg_error *error) {
     const char *keys[CG_AXES + 1], *fault_names[CG_FAULTS];
     unsigned given = 0;
     for (int a = 0; a < CG_AXES; a++) keys[a] = cg_axis_names[a];
     keys[CG_AXES] = "fault";
     for (int f = 0; f < CG_FAULTS; f++) fault_names[f] = faults[f].name;
-    *contract = cg_contract_default();
     while (*text) {
         const size_t length = strcspn(text, ","), key_length = strcspn(text, "=,");
         if (key_length == length)
@@ -288,6 +294,18 @@ void cg_contract_target(const cg_contract *c, const cg_contract_row *row, double
     }
 }
 
+double cg_contract_row_weight(const cg_contract *c, const cg_contract_row *row) {
+    if (c->value[CG_AXIS_ROW_WEIGHT] == CG_ROWS_ARE_EQUAL || row->given_target) return 1;
+    const unsigned char *set = support(c, row);
+    const unsigned char *below = c->faults & CG_FAULT_DENSE_OVER_SPARSE_LSE ? row->selected : set;
+    double mass = 0;
+    for (int64_t h = 0; h < row->n_heads; h++) {
+        const double keys = log_sum(row, h, set);
+        if (keys > -INFINITY) mass += exp(keys - log_add(beside(c, row, h), log_sum(row, h, below)));
+    }
+    return mass / (double)row->n_heads;
+}
+
 /* ---- one row ---- */
 
 static const double *scores_of(const cg_contract *c, const cg_contract_row *row) {
@@ -371,15 +389,18 @@ void cg_contract_dscores(const cg_contract *c, const cg_contract_row *row, const
 void cg_contract_row_eval(const cg_contract *c, const cg_contract_row *row, double *target, double *log_predict,
                           double *dscores, double *kl, double *scratch) {
     double *log_p = log_predict ? log_predict : dscores; /* lives in whichever output there is */
+    const double weight = cg_contract_row_weight(c, row);
     if (kl) *kl = 0;
     cg_contract_target(c, row, target, scratch);
     if (log_p) {
         const bool some = cg_contract_log_predict(c, row, log_p);
-        if (kl && some) *kl = cg_contract_kl(c, row, target, log_p);
-        if (dscores && some)
+        if (kl && some) *kl = weight * cg_contract_kl(c, row, target, log_p);
+        if (!dscores) return;
+        if (some)
             cg_contract_dscores(c, row, target, log_p, dscores);
-        else if (dscores)
+        else
             memset(dscores, 0, (size_t)row->n_keys * sizeof *dscores);
+        for (int64_t j = 0; j < row->n_keys && weight != 1; j++) dscores[j] *= weight;
     } else if (kl) { /* key by key */
         const unsigned char *set = support(c, row);
         const double *scores = scores_of(c, row);
@@ -387,6 +408,7 @@ void cg_contract_row_eval(const cg_contract *c, const cg_contract_row *row, doub
         if (!log_partition(scores, set, row->n_keys, &max, &log_z)) return;
         for (int64_t j = 0; j < row->n_keys; j++)
             if (!set || set[j]) *kl += kl_term(c->value[CG_AXIS_KL], target[j], scores[j] - max - log_z);
+        *kl *= weight;
     }
 }
 

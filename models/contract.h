@@ -4,9 +4,10 @@
  *   c[h,j]      logits of the compressed keys, h < H, j < N       I[j]  index scores
  *   Z[h]        = E[h] + sum over the support of exp(c[h,j]);     E[h]: what `teacher` lets stand beside them
  *   target[j]   = sum_h exp(c[h,j]) / Z[h] over `heads`, then divided once by its sum (`normalise`)
- *   kl          = sum_j target[j] (log target[j] - log softmax(I)[j]), with the epsilons of `kl`
+ *   kl          = sum_j target[j] (log target[j] - log softmax(I)[j]), with the epsilons of `kl`, times the row's weight
+ *   weight      = 1, or the row's compressed mass: mean over heads of sum_j exp(c[h,j]) / Z[h] (`row-weight`)
  *   loss        = coeff * sum of kl / divisor (`reduction`)
- *   dI[j]       = the derivative of kl, or what the contract uses in its place; the target is a constant
+ *   dI[j]       = the derivative of kl, or what the contract uses in its place; target and weight are constants
  *
  * Value and gradient of one implementation may follow two contracts. The default is what the ops compute.
  * The same functions serve csagrad check, check --row, csagrad dump and the tests. */
@@ -26,6 +27,7 @@ typedef enum cg_axis {
     CG_AXIS_REDUCTION,
     CG_AXIS_SCORES,
     CG_AXIS_HEADS,
+    CG_AXIS_ROW_WEIGHT,
     CG_AXES
 } cg_axis;
 
@@ -73,6 +75,9 @@ enum {
     CG_HEADS_ARE_LOCAL_NORMALISED_4  /* "local-normalised-4", a fault */
 };
 
+/* row-weight: what each row's kl counts */
+enum { CG_ROWS_ARE_EQUAL, CG_ROWS_ARE_COMPRESSED_MASS /* "compressed-mass" */ };
+
 /* Known faults beside the axes, as bits. */
 typedef enum cg_fault {
     CG_FAULT_DENSE_OVER_SPARSE_LSE = 1 << 0, /* support dense: denominators hold the selected keys alone */
@@ -114,6 +119,9 @@ const char *cg_fault_says(int i);
  * is refused with the nearest known word. */
 bool cg_contract_parse(const char *text, cg_contract *contract, cg_error *error);
 
+/* The same over what *contract holds: an axis that the text does not name stays. */
+bool cg_contract_parse_over(const char *text, cg_contract *contract, cg_error *error);
+
 enum { CG_CONTRACT_TEXT = 512 };
 
 /* The same form back, all axes. Returns text. */
@@ -141,7 +149,7 @@ void cg_contract_row_eval(const cg_contract *contract, const cg_contract_row *ro
                           double *log_predict, double *dscores, double *kl, double *scratch);
 
 /* Its parts: the target; log softmax of the scores over the support (false: the support is empty); kl and dscores from
- * both. */
+ * both, without the row's weight, which stands apart. */
 void cg_contract_target(const cg_contract *contract, const cg_contract_row *row, double *target,
                         double *scratch);
 bool cg_contract_log_predict(const cg_contract *contract, const cg_contract_row *row, double *log_predict);
@@ -149,6 +157,7 @@ double cg_contract_kl(const cg_contract *contract, const cg_contract_row *row, c
                       const double *log_predict);
 void cg_contract_dscores(const cg_contract *contract, const cg_contract_row *row, const double *target,
                          const double *log_predict, double *dscores); /* dscores may be log_predict */
+double cg_contract_row_weight(const cg_contract *contract, const cg_contract_row *row);
 
 /* ---- from rows to the loss ---- */
 

@@ -285,6 +285,7 @@ bool judge_open(judge *j, const cg_dump *d, const cg_verdict_options *o, cg_verd
     j->allowed = o->tolerance > 0 ? 1 : 4;
     j->scale = d->scale;
     j->weights_factor = 1;
+    j->ceiling = JUDGE_BF16;
     find_levels(j);
     j->has_logits = cg_dump_has(d, CG_DUMP_QUERY) && cg_dump_has(d, CG_DUMP_COMPRESSED_KV);
     j->has_window = cg_dump_has(d, CG_DUMP_KV) && cg_dump_has(d, CG_DUMP_QUERY);
@@ -346,7 +347,8 @@ static double error_of(double got, double want) {
 }
 
 double judge_unit(const judge *j, cg_dump_id id, judge_level level, double want, double noise) {
-    const double e = j->stored[id], computed = noise * (judge_rounding[level] / judge_rounding[JUDGE_F32]);
+    const double e = j->stored[id], share = level > JUDGE_F32 ? 0.125 : 1;
+    const double computed = noise * share * (judge_rounding[level] / judge_rounding[JUDGE_F32]);
     return computed + e * fabs(want) + (noise > 0 ? judge_floor(e) : 0);
 }
 
@@ -512,8 +514,8 @@ judge_outcome judge_outcome_of(const judge *j, cg_dump_id id, const judge_stat *
     const judge_level own = j->own[id], free = j->free[id];
     for (*level = own; *level < JUDGE_LEVELS; ++*level)
         if (!(s->worst_units[*level] > j->allowed)) break;
-    if (*level == JUDGE_LEVELS) return JUDGE_OTHER;
     if (*level <= free) return JUDGE_SAME;
+    if (*level > j->ceiling) return JUDGE_OTHER;
     /* rounding shows in most rows, and not as a factor, neither of all numbers nor row by row */
     if (s->factor[free].n > 1 && has_factor(j, &s->factor[free])) return JUDGE_OTHER;
     if (s->rows >= 4 && s->beyond * 4 < s->rows) return JUDGE_OTHER;

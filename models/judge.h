@@ -51,8 +51,9 @@ typedef struct judge {
     judge_level
         free[CG_DUMP_ARRAYS]; /* the coarsest that needs no evidence: what its inputs and its type have */
     judge_level level[CG_DUMP_ARRAYS]; /* the one in force where contracts are looked for */
-    double scale;                      /* softmax_scale, times the factor that was found, if any */
-    double weights_factor;             /* what the dump's head weights are multiplied by, likewise: 1 */
+    judge_level ceiling;   /* coarser than this is not thought of: a contract explains the numbers without */
+    double scale;          /* softmax_scale, times the factor that was found, if any */
+    double weights_factor; /* what the dump's head weights are multiplied by, likewise: 1 */
 
     bool has_logits, has_window, has_lse, has_sink, has_dots, has_scores, has_list;
     int64_t *key0;                   /* [B+1] first row of a segment in the arrays of keys */
@@ -102,7 +103,8 @@ double judge_dot_noise(const judge *j, const judge_row *r);
 /* What is lost below the normal numbers of the type: frameworks flush it to 0. */
 double judge_floor(double stored);
 
-/* Unit of expected rounding of an element of tensor id at a level. noise 0: exactly `want` is expected. */
+/* Unit of expected rounding of an element of tensor id at a level. noise 0: exactly `want` is expected. Coarser than f32, an
+ * eighth of the worst is expected: such products are summed in f32, where their rounding averages out. */
 double judge_unit(const judge *j, cg_dump_id id, judge_level level, double want, double noise);
 
 /* Compare n elements of row t of a tensor with what is wanted; noise[i] as above. per_head elements belong to a head

@@ -1,88 +1,25 @@
-/* Which contract do target, prediction, kl, loss and gradients follow? The search says what is possible, this file
- * chooses the simplest, tells value from gradient, and says it in words. */
+/* Which contract do target, prediction, kl, loss and gradients follow? The search says what is possible; this file chooses
+ * the simplest, tells value from gradient, and asks of everything that it finds whether enough numbers carry it. The
+ * words are made in judge_say.c.
+ *
+ * A contract may be named when numbers that tell it from the expected one fit it, enough of them that none of the
+ * contracts tried would by chance. One number, the loss, never does. Arithmetic coarser than that of the inputs is thought of only
+ * when no contract explains the numbers without, and is believed where it shows (judge_outcome_of). */
 #include <math.h>
-#include <stdarg.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "models/judge_search.h"
+#include "models/judge_facts.h"
 
-/* ---- words ---- */
-
-/* What a value that is not expected means. */
-static const char *meaning(int axis, int value) {
-    static const char *const says[CG_AXES][8] = {
-        [CG_AXIS_TEACHER] = {"the window and the sink stand in each head's denominator",
-                             "the window is missing from each head's denominator",
-                             "the window and the sink are missing from each head's denominator",
-                             "the sink is missing from each head's denominator"},
-        [CG_AXIS_SUPPORT] = {"target and prediction stand over the selected keys",
-                             "target and prediction stand over all visible keys"},
-        [CG_AXIS_KL] = {"the logarithms are exact", "the target's logarithm has a floor of 1e-10",
-                        "an epsilon of 1e-10 stands in both logarithms",
-                        "both logarithms are clamped at the smallest float",
-                        "an epsilon of 1e-10 stands in both logarithms, the gradient is exact"},
-        [CG_AXIS_NORMALISE] = {"the target is normalised exactly", "the target's sum has a floor of 1e-10",
-                               "the target's sum has a floor of the smallest float"},
-        [CG_AXIS_REDUCTION] = {"the sum is divided by the real rows",
-                               "the sum is divided by all rows, padding included", "the sum is not divided",
-                               "the sum is divided by the rows that see a key",
-                               "the sum is divided twice, by the real and by all rows",
-                               "each segment is averaged, then the averages"},
-        [CG_AXIS_SCORES] = {"scores have a ReLU", "scores have no ReLU"},
-        [CG_AXIS_HEADS] = {"all heads are summed", "only the first half of the heads is summed",
-                           "only the second half of the heads is summed",
-                           "each half of the heads is normalised before they are averaged",
-                           "each quarter of the heads is normalised before they are averaged"},
-    };
-    return says[axis][value];
+/* What numbers must say before they name a contract: each change from the expected one multiplies the contracts that are as
+ * simple by about 2^5, and 13 bits more make a chance fit one in eight thousand. */
+static double enough_bits(const cg_contract *c, const cg_contract *expected) {
+    int changes = 0;
+    for (int a = 0; a < CG_AXES; a++) changes += c->value[a] != expected->value[a];
+    return 13 + 5 * (changes + __builtin_popcount(c->faults ^ expected->faults));
 }
 
-static const char *const what_to_dump[CG_AXES] = {
-    [CG_AXIS_TEACHER] =
-        "dump at least eight heads that prefer different keys, with unequal weight on window and sink",
-    [CG_AXIS_SUPPORT] = "dump rows that see more keys than are selected",
-    [CG_AXIS_KL] =
-        "dump a row whose prediction or target falls below 1e-10 on a key of some weight, in float64",
-    [CG_AXIS_NORMALISE] =
-        "dump a row whose sinks or windows leave the compressed keys less than 1e-10, and one below 1e-38",
-    [CG_AXIS_REDUCTION] =
-        "dump the loss or a gradient over several segments of unequal length, with padding and a row "
-        "that sees no key",
-    [CG_AXIS_SCORES] = "dump index heads with negative products, and log_predict, the loss or a gradient",
-    [CG_AXIS_HEADS] = "dump at least eight heads of unequal weight on the window",
-};
-
-static void put(char *text, size_t bytes, const char *format, ...) __attribute__((format(printf, 3, 4)));
-static void put(char *text, size_t bytes, const char *format, ...) {
-    const size_t at = strlen(text);
-    va_list args;
-    va_start(args, format);
-    if (at + 1 < bytes) vsnprintf(text + at, bytes - at, format, args);
-    va_end(args);
-}
-
-/* "teacher=compressed; the window and ...": what differs from the expected. */
-static void put_difference(char *text, size_t bytes, const cg_contract *c, const cg_contract *expected) {
-    const char *between = "";
-    for (int a = 0; a < CG_AXES; a++)
-        if (c->value[a] != expected->value[a]) {
-            put(text, bytes, "%s%s=%s", between, cg_axis_names[a], cg_axis_values((cg_axis)a)[c->value[a]]);
-            between = ", ";
-        }
-    for (int f = 0; f < CG_FAULTS; f++)
-        if ((c->faults & ~expected->faults) >> f & 1) {
-            put(text, bytes, "%s%s", between, cg_fault_name(f));
-            between = ", ";
-        }
-    if (!*between) put(text, bytes, "the expected contract");
-}
-
-/* ---- choosing ---- */
-
-/* How far a contract is from the expected one: axes that differ, faults, and a little for the order of values. */
-static double cost(const cg_contract *c, const cg_contract *expected) {
+double judge_cost(const cg_contract *c, const cg_contract *expected) {
     double sum = 0;
     for (int a = 0; a < CG_AXES; a++)
         if (c->value[a] != expected->value[a])
@@ -91,6 +28,8 @@ static double cost(const cg_contract *c, const cg_contract *expected) {
         if ((c->faults ^ expected->faults) >> f & 1) sum += 1.3;
     return sum;
 }
+
+/* ---- choosing ---- */
 
 enum { LOSS_FACTORS = REDUCTIONS * 3 * 2 * 2 }; /* coefficient, recorded twice, padding */
 
@@ -103,167 +42,130 @@ static cg_contract with_loss_factor(cg_contract c, int v) {
     return c;
 }
 
-static double loss_of(const search *s, const listed *l, const cg_contract *c) {
-    const judge *j = s->j;
-    const double coeff = j->d->coeff;
-    if (c->value[CG_AXIS_REDUCTION] == CG_REDUCTION_IS_MEAN_OF_MEANS) /* each row by its own segment */
-        return cg_contract_value_factor(c, &j->counts, coeff, 1) * l->of_means;
-    return cg_contract_value_factor(c, &j->counts, coeff, 1) *
-           (l->sum + (c->faults & CG_FAULT_PADDING_IN_LOSS ? l->padding : 0));
-}
-
-static double loss_unit(const search *s, const listed *l, const cg_contract *c) {
-    const double f = fabs(cg_contract_value_factor(c, &s->j->counts, s->j->d->coeff, 1));
-    const double e = s->j->rounding[CG_DUMP_LOSS];
-    const double spread = c->value[CG_AXIS_REDUCTION] == CG_REDUCTION_IS_MEAN_OF_MEANS ? 1 : 0;
-    return f * sqrt(l->noise) * (1 + spread) + 8 * e * fabs(loss_of(s, l, c)) + judge_floor(e);
-}
-
 static bool loss_fits(const search *s, const listed *l, const cg_contract *c) {
-    const double want = loss_of(s, l, c), unit = loss_unit(s, l, c);
-    return judge_same(s->j, 1, &s->loss, &want, &unit);
+    const double want = judge_loss_of(s, &l->sums, c), noise = judge_loss_noise(s, &l->sums, c);
+    return judge_same(s->j, CG_DUMP_LOSS, 1, &s->loss, &want, &noise);
 }
 
 /* What explains the numbers is walked through three times: for the simplest contract; for the axes of it that may be
  * changed alone; and for the simplest contract that is told apart by neither. */
 typedef enum walk { WALK_BEST, WALK_ALONE, WALK_COMBINED, WALKS } walk;
 
-typedef struct choice {
+typedef struct walker {
     walk walk;
-    bool found;
-    double cost;
-    cg_contract c;
-    bool other[CG_AXES]; /* another value does as well, all other axes as they are */
-    bool combined;       /* so does another contract that differs elsewhere */
-    double combined_cost;
-    cg_contract combination;
-    bool underflow; /* so does one whose float teacher underflows */
-} choice;
+    const cg_contract *expected;
+    double cost, combined_cost;
+    choice *to;
+} walker;
 
-static void consider(choice *best, const cg_contract *c, const cg_contract *expected) {
-    const double price = cost(c, expected);
+static void consider(walker *w, const cg_contract *c) {
+    choice *best = w->to;
+    const double price = judge_cost(c, w->expected);
     int n_changed = 0, changed = 0;
     bool elsewhere = false;
     best->underflow |= (c->faults & CG_FAULT_TEACHER_UNDERFLOW) != 0;
-    switch (best->walk) {
-    case WALK_BEST:
-        if (best->found && best->cost <= price) return;
+    if (w->walk == WALK_BEST) {
+        best->n++;
+        if (best->found && w->cost <= price) return;
         best->found = true;
-        best->cost = price;
         best->c = *c;
+        w->cost = price;
         return;
-    case WALK_ALONE:
-    case WALK_COMBINED:
-        for (int a = 0; a < CG_AXES; a++) {
-            if (c->value[a] == best->c.value[a]) continue;
-            n_changed++;
-            changed = a;
-            elsewhere |= !best->other[a];
-        }
-        if (best->walk == WALK_ALONE) {
-            if (n_changed == 1 && c->faults == best->c.faults) best->other[changed] = true;
-        } else if (elsewhere && c->faults == best->c.faults &&
-                   (!best->combined || price < best->combined_cost)) {
-            best->combined = true;
-            best->combined_cost = price;
-            best->combination = *c;
-        }
-        return;
-    case WALKS:
-        return;
+    }
+    for (int a = 0; a < CG_AXES; a++) {
+        if (c->value[a] == best->c.value[a]) continue;
+        n_changed++;
+        changed = a;
+        elsewhere |= !(best->also[a] >> c->value[a] & 1);
+    }
+    if (c->faults != best->c.faults) return;
+    if (w->walk == WALK_ALONE) {
+        for (int a = 0; a < CG_AXES; a++) best->also[a] |= 1u << best->c.value[a];
+        if (n_changed == 1) best->also[changed] |= 1u << c->value[changed];
+    } else if (elsewhere && (!best->combined || price < w->combined_cost)) {
+        best->combined = true;
+        best->combination = *c;
+        w->combined_cost = price;
     }
 }
 
-static bool value_alive(const search *s, unsigned parts, int t, int kl, int form) {
+static bool value_alive(const search *s, unsigned parts, int t, int kl, int form, int weight) {
     const tables *y = s->start;
     const int dense = key_of(t).support != 0;
-    if ((parts >> Q_TARGET & 1) && !y->target[t * FORMS + form]) return false;
-    if ((parts & (1u << Q_LOG_PREDICT | 1u << Q_PREDICT)) && !y->predict[dense][form]) return false;
-    return !(parts >> Q_KL & 1) || y->kl[value_number(t, kl, form)];
+    if (weight && !judge_weighable(t)) return false;
+    if ((parts & PART(Q_TARGET)) && !y->target[t * FORMS + form]) return false;
+    if ((parts & (PART(Q_LOG_PREDICT) | PART(Q_PREDICT))) && !y->predict[dense][form]) return false;
+    return !(parts & PART(Q_KL)) || y->kl[value_number(t, kl, form, weight)];
 }
 
-/* The simplest contract that gives the value's quantities in `parts`, and with `gradient` those too. */
-static void walk_values(const search *s, const result *all, unsigned parts, bool gradient, choice *best) {
-    for (int t = 0; t < TARGETS; t++)
-        for (int kl = 0; kl < KLS && judge_usable(s, t); kl++)
-            for (int form = 0; form < FORMS; form++) {
-                if (!value_alive(s, parts, t, kl, form)) continue;
-                const listed *l = NULL;
-                for (int i = s->first_listed[t]; i < s->first_listed[t + 1]; i++)
-                    if (all->list[i].kl == kl && all->list[i].form == form) l = &all->list[i];
-                if ((parts >> Q_LOSS & 1) && !l) continue;
-                for (int v = 0; v < LOSS_FACTORS; v++) {
-                    const cg_contract c = with_loss_factor(contract_of(t, kl, form), v);
-                    if (parts >> Q_LOSS & 1 ? !loss_fits(s, l, &c) : v % 4) continue;
-                    if (!gradient) {
-                        if (!(parts >> Q_LOSS & 1) && v % 12) continue;
-                        consider(best, &c, &s->expected);
-                        continue;
-                    }
-                    for (int extra = 0; extra < 4; extra++) {
-                        const uint64_t bits = s->start->grad[grad_number(t, slope_of(kl), form, extra)];
-                        for (int sign = 0; sign < 3; sign++) { /* as it is, opposite, none */
-                            if (!(bits >> (sign == 2 ? ZERO_FACTOR : v / 4 * 2 + sign) & 1)) continue;
-                            cg_contract both = c;
-                            if (extra & 1) both.faults |= CG_FAULT_PREDICT_MINUS_TARGET;
-                            if (extra & 2) both.faults |= CG_FAULT_RELU_LEAK;
-                            if (sign)
-                                both.faults |= sign == 2 ? CG_FAULT_GRADIENT_ZERO : CG_FAULT_GRADIENT_SIGN;
-                            consider(best, &both, &s->expected);
-                        }
-                    }
+/* What of the gradients a contract must give. */
+typedef enum demand { NO_GRADIENT, NAMED_FACTOR, ANY_FACTOR } demand;
+
+/* Contracts that give the value's quantities in `parts`, and the gradients. */
+static void walk_values(const search *s, unsigned parts, demand gradient, walker *w) {
+    for (int number = 0; number < VALUES; number++) {
+        const int weight = number % WEIGHTS, form = number / WEIGHTS % FORMS,
+                  kl = number / WEIGHTS / FORMS % KLS, t = number / WEIGHTS / FORMS / KLS;
+        if (!judge_usable(s, t) || !value_alive(s, parts, t, kl, form, weight)) continue;
+        const listed *l = NULL;
+        for (int i = s->first_listed[t]; i < s->first_listed[t + 1]; i++)
+            if (s->list[i].kl == kl && s->list[i].form == form && s->list[i].weight == weight) l = &s->list[i];
+        if ((parts & PART(Q_LOSS)) && !l) continue;
+        for (int v = 0; v < LOSS_FACTORS; v++) {
+            const cg_contract c = with_loss_factor(contract_of(t, kl, form, weight), v);
+            if (parts & PART(Q_LOSS) ? !loss_fits(s, l, &c) : v % 4) continue;
+            if (gradient == NO_GRADIENT) {
+                if (!(parts & PART(Q_LOSS)) && v % 12) continue;
+                consider(w, &c);
+                continue;
+            }
+            for (int extra = 0; extra < EXTRAS; extra++) {
+                const uint64_t bits = s->start->grad[grad_number(t, slope_of(kl), form, weight, extra)];
+                for (int sign = 0; sign < 3; sign++) { /* as it is, opposite, none */
+                    const int factor = sign == 2 ? ZERO_FACTOR : v / 4 * 2 + sign;
+                    if (gradient == ANY_FACTOR ? sign || !(bits & DIRECTION) : !(bits >> factor & 1)) continue;
+                    cg_contract both = c;
+                    both.faults |= gradient_contract(t, 0, form, weight, extra).faults;
+                    if (sign) both.faults |= sign == 2 ? CG_FAULT_GRADIENT_ZERO : CG_FAULT_GRADIENT_SIGN;
+                    consider(w, &both);
                 }
             }
-}
-
-static choice choose(const search *s, const result *all, unsigned parts, bool gradient) {
-    choice best = {0};
-    for (best.walk = WALK_BEST; best.walk < WALKS; best.walk++) walk_values(s, all, parts, gradient, &best);
-    return best;
-}
-
-/* The simplest contract of the gradients alone, near the value's. */
-static void walk_gradients(const search *s, const cg_contract *near, choice *best) {
-    for (int t = 0; t < TARGETS; t++)
-        for (int slope = 0; slope < SLOPES; slope++)
-            for (int form = 0; form < FORMS; form++)
-                for (int extra = 0; extra < 4; extra++) {
-                    const uint64_t bits = s->start->grad[grad_number(t, slope, form, extra)];
-                    for (int f = 0; f <= FACTORS; f++) {
-                        if (!(bits >> f & 1)) continue;
-                        cg_contract c = with_factor(contract_of(t, kl_of_slope(slope), form), f);
-                        if (slope == 0 && slope_of(near->value[CG_AXIS_KL]) == 0)
-                            c.value[CG_AXIS_KL] = near->value[CG_AXIS_KL];
-                        if (extra & 1) c.faults |= CG_FAULT_PREDICT_MINUS_TARGET;
-                        if (extra & 2) c.faults |= CG_FAULT_RELU_LEAK;
-                        if (f == ZERO_FACTOR) c.value[CG_AXIS_REDUCTION] = near->value[CG_AXIS_REDUCTION];
-                        consider(best, &c, near);
-                    }
-                }
-}
-
-static choice choose_gradient(const search *s, const cg_contract *near) {
-    choice best = {0};
-    for (best.walk = WALK_BEST; best.walk < WALKS; best.walk++) walk_gradients(s, near, &best);
-    return best;
-}
-
-/* A direction that fits, though no named factor does. */
-static bool choose_direction(const search *s, cg_contract *c) {
-    double best = INFINITY;
-    for (int t = 0; t < TARGETS; t++)
-        for (int i = 0; i < SLOPES * FORMS * 4; i++) {
-            const int slope = i / 8, form = i / 4 % 2, extra = i % 4;
-            if (!(s->start->grad[grad_number(t, slope, form, extra)] & DIRECTION)) continue;
-            cg_contract k = contract_of(t, kl_of_slope(slope), form);
-            if (extra & 1) k.faults |= CG_FAULT_PREDICT_MINUS_TARGET;
-            if (extra & 2) k.faults |= CG_FAULT_RELU_LEAK;
-            k.value[CG_AXIS_REDUCTION] = s->expected.value[CG_AXIS_REDUCTION];
-            if (cost(&k, &s->expected) >= best) continue;
-            best = cost(&k, &s->expected);
-            *c = k;
         }
-    return best < INFINITY;
+    }
+}
+
+static choice choose(const search *s, unsigned parts, demand gradient) {
+    choice best = {0};
+    walker w = {.expected = &s->expected, .to = &best};
+    for (; w.walk < WALKS && (best.found || w.walk == WALK_BEST); w.walk++) walk_values(s, parts, gradient, &w);
+    return best;
+}
+
+/* Contracts of the gradients alone, near the value's. */
+static void walk_gradients(const search *s, const cg_contract *near, demand factor, walker *w) {
+    for (int number = 0; number < GRADS; number++) {
+        const uint64_t bits = s->start->grad[number];
+        const int extra = number % EXTRAS, weight = number / EXTRAS % WEIGHTS,
+                  form = number / EXTRAS / WEIGHTS % FORMS, slope = number / EXTRAS / WEIGHTS / FORMS % SLOPES,
+                  t = number / SLOPES_OF_TARGET;
+        for (int f = 0; f <= FACTORS && bits; f++) {
+            if (factor == ANY_FACTOR ? f || !(bits & DIRECTION) : !(bits >> f & 1)) continue;
+            cg_contract c = gradient_contract(t, slope, form, weight, extra);
+            if (factor != ANY_FACTOR) c = with_factor(c, f);
+            if (slope == 0 && slope_of(near->value[CG_AXIS_KL]) == 0)
+                c.value[CG_AXIS_KL] = near->value[CG_AXIS_KL];
+            if (factor == ANY_FACTOR || f == ZERO_FACTOR)
+                c.value[CG_AXIS_REDUCTION] = near->value[CG_AXIS_REDUCTION];
+            consider(w, &c);
+        }
+    }
+}
+
+static choice choose_gradient(const search *s, const cg_contract *near, demand factor) {
+    choice best = {0};
+    walker w = {.expected = near, .to = &best};
+    for (; w.walk < WALKS && (best.found || w.walk == WALK_BEST); w.walk++) walk_gradients(s, near, factor, &w);
+    return best;
 }
 
 /* ---- which losses to sum ---- */
@@ -283,24 +185,24 @@ static int by_number(const void *a, const void *b) {
 
 static bool list_losses(search *s) {
     candidate *all = malloc(VALUES * sizeof *all);
-    const unsigned rows = (s->has[Q_TARGET] ? 1u << Q_TARGET : 0) |
-                          (s->has[Q_LOG_PREDICT] ? 1u << Q_LOG_PREDICT : 0) |
-                          (s->has[Q_PREDICT] ? 1u << Q_PREDICT : 0) | (s->has[Q_KL] ? 1u << Q_KL : 0);
+    unsigned rows = 0;
     int n = 0;
+    for (int q = 0; q < Q_LOSS; q++) rows |= s->has[q] ? PART(q) : 0;
     if (!all) return false;
     cg_contract base = s->expected;
     base.value[CG_AXIS_REDUCTION] = 0;
     for (int number = 0; number < VALUES; number++) {
-        const int t = number / FORMS / KLS, kl = number / FORMS % KLS, form = number % FORMS;
-        const cg_contract c = contract_of(t, kl, form);
-        if (!judge_usable(s, t)) continue;
-        double price = cost(&c, &base);
-        bool fits = rows && value_alive(s, rows, t, kl, form);
+        const int weight = number % WEIGHTS, form = number / WEIGHTS % FORMS,
+                  kl = number / WEIGHTS / FORMS % KLS, t = number / WEIGHTS / FORMS / KLS;
+        const cg_contract c = contract_of(t, kl, form, weight);
+        if (!judge_usable(s, t) || (weight && !judge_weighable(t))) continue;
+        double price = judge_cost(&c, &base);
+        bool fits = rows && value_alive(s, rows, t, kl, form, weight);
         if (!rows && s->has_grad)
-            for (int extra = 0; extra < 4; extra++)
-                fits |= s->start->grad[grad_number(t, slope_of(kl), form, extra)] != 0;
+            for (int extra = 0; extra < EXTRAS; extra++)
+                fits |= s->start->grad[grad_number(t, slope_of(kl), form, weight, extra)] != 0;
         if (t == target_of(&s->expected) && kl == s->expected.value[CG_AXIS_KL] &&
-            form == s->expected.value[CG_AXIS_SCORES])
+            form == s->expected.value[CG_AXIS_SCORES] && weight == s->expected.value[CG_AXIS_ROW_WEIGHT])
             price = -2;
         else if (fits)
             price = price / 1000 - 1; /* before those that only the loss could speak for */
@@ -311,9 +213,10 @@ static bool list_losses(search *s) {
     qsort(all, (size_t)n, sizeof *all, by_number);
     s->n_list = n;
     for (int i = 0; i < n; i++)
-        s->list[i] = (listed){.target = all[i].number / FORMS / KLS,
-                              .kl = all[i].number / FORMS % KLS,
-                              .form = all[i].number % FORMS};
+        s->list[i] = (listed){.target = all[i].number / WEIGHTS / FORMS / KLS,
+                              .kl = all[i].number / WEIGHTS / FORMS % KLS,
+                              .form = all[i].number / WEIGHTS % FORMS,
+                              .weight = all[i].number % WEIGHTS};
     for (int t = 0, i = 0; t <= TARGETS; t++) {
         while (i < n && s->list[i].target < t) i++;
         s->first_listed[t] = i;
@@ -324,374 +227,288 @@ static bool list_losses(search *s) {
 
 /* ---- set up ---- */
 
-static bool set_up(search *s, cg_error *error) {
+static bool set_up(facts *f, cg_error *error) {
+    search *s = f->s;
     judge *j = s->j;
     const cg_dump *d = j->d;
-    const bool beside =
-        j->has_window || j->has_lse || s->expected.value[CG_AXIS_TEACHER] == CG_TEACHER_IS_COMPRESSED;
-    const char *lacks = !j->has_logits ? "query and compressed_kv"
-                        : !beside      ? "kv and sink, or non_compressed_lse,"
-                                       : NULL;
-    bool any = false;
+    const char *lacks[QUANTITIES] = {0};
+    f->expectable = j->has_logits && judge_usable(s, target_of(&s->expected));
     for (int q = 0; q < QUANTITIES; q++) {
-        const bool there = cg_dump_has(d, judge_quantity[q].id), gradient = q >= Q_GRAD_Q;
-        const char *missing = NULL;
-        if (!there) continue;
-        if (q != Q_LOG_PREDICT && q != Q_PREDICT) missing = lacks;
-        if (!missing && q != Q_TARGET && !j->has_scores) missing = "q_indexer, weights and k_indexer";
-        if (!missing && gradient && !j->has_dots) missing = "q_indexer, weights and k_indexer";
-        s->has[q] = !missing;
-        any |= !missing;
-        if (missing) judge_note(j, "%s is not judged: %s are needed", judge_quantity[q].name, missing);
+        if (!cg_dump_has(d, judge_quantity[q].id)) continue;
+        const bool predicts = q == Q_LOG_PREDICT || q == Q_PREDICT;
+        if (!predicts && !j->has_logits) lacks[q] = "query and compressed_kv are";
+        if (!lacks[q] && q != Q_TARGET && !j->has_scores) lacks[q] = "q_indexer, weights and k_indexer are";
+        if (!lacks[q] && q >= Q_GRAD_Q && !j->has_dots) lacks[q] = "q_indexer, weights and k_indexer are";
+        if (lacks[q]) judge_add_unjudged(j, judge_quantity[q].name, judge_quantity[q].id, lacks[q]);
+        s->has[q] = !lacks[q];
+        f->parts |= lacks[q] ? 0 : PART(q);
     }
-    s->has_value =
-        s->has[Q_TARGET] || s->has[Q_LOG_PREDICT] || s->has[Q_PREDICT] || s->has[Q_KL] || s->has[Q_LOSS];
-    s->has_grad = s->has[Q_GRAD_Q] || s->has[Q_GRAD_W];
-    if (!any) return true;
-    if ((s->has[Q_LOSS] || s->has_grad || s->has[Q_GRAD_K]) && isnan(d->coeff))
+    s->has_value = (f->parts & VALUE_PARTS) != 0;
+    s->has_grad = (f->parts & ROW_GRADIENTS) != 0;
+    if (!f->parts) return true;
+    if ((f->parts & (PART(Q_LOSS) | GRADIENTS)) && isnan(d->coeff))
         return cg_fail(error, CG_BAD_INPUT,
                        "loss_coeff is needed to judge loss and gradients: give --loss-coeff X");
     if (!j->has_list && d->K < 0 && s->expected.value[CG_AXIS_SUPPORT] == CG_SUPPORT_IS_SPARSE)
         return cg_fail(error, CG_BAD_INPUT,
                        "topk is needed (compressed rows that a token selects): give --topk N");
     s->coarse = true;
-    for (int q = 0; q < QUANTITIES; q++)
-        s->coarse &= !s->has[q] || j->rounding[judge_quantity[q].id] >= 0x1p-24;
+    for (int q = 0; q < QUANTITIES; q++) s->coarse &= !s->has[q] || j->own[judge_quantity[q].id] >= JUDGE_F32;
     if (s->has[Q_LOSS]) cg_dump_row(d, CG_DUMP_LOSS, 0, &s->loss);
-    for (int t = 0; t < TARGETS; t++) {
-        const unsigned char there = judge_usable(s, t);
-        for (int i = 0; i < FORMS; i++) s->start->target[t * FORMS + i] = there;
-        for (int i = 0; i < KLS * FORMS; i++) s->start->kl[t * KLS * FORMS + i] = there;
-        for (int i = 0; i < SLOPES * FORMS * 4; i++)
-            s->start->grad[t * SLOPES * FORMS * 4 + i] = there ? DIRECTION | ALL_FACTORS : 0;
-    }
-    memset(s->start->predict, 1, sizeof s->start->predict);
+    f->nothing = d->coeff == 0 && !(f->parts & ROW_PARTS);
     return true;
 }
 
-/* ---- reporting ---- */
+/* ---- looking ---- */
 
-static void add_faults(judge *j, const cg_contract *c, const cg_contract *expected) {
-    char name[64];
-    for (int a = 0; a < CG_AXES; a++)
-        if (c->value[a] != expected->value[a] && cg_axis_value_is_fault((cg_axis)a, c->value[a])) {
-            snprintf(name, sizeof name, "%s=%s", cg_axis_names[a], cg_axis_values((cg_axis)a)[c->value[a]]);
-            judge_fault(j, name);
-        }
-    for (int f = 0; f < CG_FAULTS; f++)
-        if ((c->faults & ~expected->faults) >> f & 1) judge_fault(j, cg_fault_name(f));
+/* Hold every answer against arithmetic of this level, or its own where that is coarser. False: that changes nothing. */
+static bool set_level(judge *j, judge_level level) {
+    bool changed = false;
+    for (int id = 0; id < CG_DUMP_ARRAYS; id++) {
+        const judge_level to = level > j->own[id] ? level : j->own[id];
+        changed |= cg_dump_has(j->d, (cg_dump_id)id) && to != j->level[id];
+        j->level[id] = to;
+    }
+    return changed;
 }
 
-static void say_contract(const search *s, const cg_contract *c, const bool *undetermined, char *text,
-                         size_t bytes) {
-    static const int always[] = {CG_AXIS_TEACHER, CG_AXIS_SUPPORT, CG_AXIS_KL, CG_AXIS_REDUCTION};
-    const char *between = "";
-    for (int a = 0; a < CG_AXES; a++) {
-        bool shown = c->value[a] != s->expected.value[a];
-        for (int i = 0; i < 4; i++) shown |= always[i] == a;
-        if (!shown) continue;
-        put(text, bytes, "%s%s=%s", between, cg_axis_names[a], cg_axis_values((cg_axis)a)[c->value[a]]);
-        between = ", ";
-    }
-    between = " (this dump cannot tell ";
-    for (int a = 0; a < CG_AXES; a++) {
-        if (!undetermined[a]) continue;
-        put(text, bytes, "%s%s", between, cg_axis_names[a]);
-        between = ", ";
-    }
-    if (!strcmp(between, ", ")) put(text, bytes, ")");
-    for (int a = 0; a < CG_AXES; a++)
-        if (c->value[a] != s->expected.value[a]) put(text, bytes, "; %s", meaning(a, c->value[a]));
-    for (int f = 0; f < CG_FAULTS; f++)
-        if ((c->faults & ~s->expected.faults) >> f & 1) put(text, bytes, "; %s", cg_fault_says(f));
+static bool look(search *s) {
+    judge_search_reset(s);
+    return judge_search_sample(s, NULL, NULL) && (!s->has[Q_LOSS] || list_losses(s)) && judge_search_all(s);
 }
 
-/* "; 0.0047482 against 0.0610656": the loss, or the first number that differs. */
-static void say_numbers(const judge *j, char *text, size_t bytes) {
-    const cg_quantity *shown = NULL;
-    for (int i = 0; i < j->v->n_quantities; i++) {
-        const cg_quantity *q = &j->v->quantities[i];
-        if (q->ok || !q->has_first) continue;
-        if (!strcmp(q->name, "loss")) shown = q;
-    }
-    for (int i = 0; i < j->v->n_quantities && !shown; i++) {
-        const cg_quantity *q = &j->v->quantities[i];
-        bool of_loss = false;
-        for (int k = 0; k < QUANTITIES; k++) of_loss |= !strcmp(q->name, judge_quantity[k].name);
-        if (of_loss && !q->ok && q->has_first) shown = q;
-    }
-    if (shown)
-        put(text, bytes, "; %s%s%.7g against %.7g", strcmp(shown->name, "loss") ? shown->name : "",
-            strcmp(shown->name, "loss") ? " " : "", shown->first.got, shown->first.expected);
-}
-
-static void report(search *s, const result *all, const double *distance, int n_measured) {
-    judge *j = s->j;
-    cg_verdict *v = j->v;
-    unsigned parts = 0;
-    for (int q = Q_TARGET; q <= Q_LOSS; q++) parts |= s->has[q] ? 1u << q : 0;
-    v->judged_loss = true;
-    v->contract = v->gradient = s->expected;
-
-    choice joint = choose(s, all, parts, s->has_grad), value = joint, gradient = {0};
-    unsigned given = parts;
-    if (!joint.found) {
-        const unsigned lp = 1u << Q_LOG_PREDICT | 1u << Q_PREDICT;
-        const unsigned tries[] = {parts,
-                                  parts & ~(1u << Q_LOSS),
-                                  parts & (1u << Q_TARGET | lp),
-                                  parts & 1u << Q_TARGET,
-                                  parts & 1u << Q_KL,
-                                  parts & lp,
-                                  parts & 1u << Q_LOSS};
-        for (int i = 0; i < 7 && !value.found && parts; i++) {
-            if (i > 0 && !tries[i]) continue;
-            given = tries[i];
-            value = choose(s, all, given, false);
-        }
-        if (s->has_grad) gradient = choose_gradient(s, value.found ? &value.c : &s->expected);
-    }
-    const bool has_value = value.found && parts;
-    if (value.found) v->contract = value.c;
-    if (!parts && gradient.found) v->contract = gradient.c;
-    if (joint.found || !parts) v->gradient = v->contract;
-    if (!joint.found && gradient.found && parts) {
-        v->gradient = gradient.c;
-        v->gradient_differs = true;
-    }
-    v->identified = joint.found || (has_value && given == parts && (!s->has_grad || gradient.found)) ||
-                    (!parts && gradient.found);
-    const choice *shown = joint.found || value.found ? &value : &gradient;
-    for (int a = 0; a < CG_AXES && shown->found; a++) {
-        v->undetermined[a] = shown->other[a];
-        if (shown->other[a])
-            snprintf(v->tell_apart[a], sizeof v->tell_apart[a],
-                     "%s: this dump gives the same numbers for other values of it; %s", cg_axis_names[a],
-                     what_to_dump[a]);
-    }
-    if (shown->found && shown->combined) {
-        char text[400] = "";
-        put_difference(text, sizeof text, &shown->combination, &v->contract);
-        judge_note(j, "another combination gives the same numbers: %.180s", text);
-    }
-
-    /* the quantities beside what is expected, and what each follows instead */
+/* The quantities of `parts` that stand with an outcome, at no coarser level than `most` beyond what needs no evidence. */
+static unsigned outcomes(const search *s, const compared *c, unsigned parts, judge_outcome outcome,
+                         judge_level most) {
+    unsigned found = 0;
     for (int q = 0; q < QUANTITIES; q++) {
-        if (!s->has[q]) continue;
-        cg_quantity *x = judge_add(j, judge_quantity[q].name, judge_quantity[q].id, &all->stats[q]);
-        if (x->ok) continue;
-        if (q == Q_GRAD_Q || q == Q_GRAD_W) {
-            if (all->empty_grad)
-                put(x->says, sizeof x->says, "not zero in %lld rows that see no key%s",
-                    (long long)all->empty_grad, joint.found || gradient.found ? "; elsewhere " : "");
-            if (joint.found || gradient.found) put(x->says, sizeof x->says, "as the contract below has it");
-        } else if (q <= Q_LOSS) {
-            const choice own = choose(s, all, 1u << q, false);
-            if (own.found && value.found && (given >> q & 1)) {
-                put(x->says, sizeof x->says, "as the contract below has it");
-            } else if (own.found) {
-                put(x->says, sizeof x->says, "by itself it follows ");
-                put_difference(x->says, sizeof x->says, &own.c, &s->expected);
-            } else {
-                put(x->says, sizeof x->says, "no known contract gives it");
-                if (q == Q_LOSS && x->first.expected != 0 && isfinite(x->first.got))
-                    put(x->says, sizeof x->says, "; it is %.6g times the expected",
-                        x->first.got / x->first.expected);
-                if (q == Q_TARGET && n_measured > 0) {
-                    int near = -1;
-                    for (int t = 0; t < TARGETS; t++)
-                        if (judge_usable(s, t) &&
-                            (near < 0 || distance[t] < distance[near] * (1 - 1e-9) ||
-                             (t == target_of(&s->expected) && distance[t] <= distance[near] * (1 + 1e-9))))
-                            near = t;
-                    cg_contract c =
-                        contract_of(near, s->expected.value[CG_AXIS_KL], s->expected.value[CG_AXIS_SCORES]);
-                    c.value[CG_AXIS_REDUCTION] = s->expected.value[CG_AXIS_REDUCTION];
-                    put(x->says, sizeof x->says, "; nearest is ");
-                    put_difference(x->says, sizeof x->says, &c, &s->expected);
-                    put(x->says, sizeof x->says, ", %.2g of a row's mass away",
-                        distance[near] / 2 / n_measured);
-                }
-            }
-        }
+        const cg_dump_id id = judge_quantity[q].id;
+        judge_level level;
+        if (!(parts & PART(q))) continue;
+        judge_outcome is = judge_outcome_of(s->j, id, &c->stats[q], &level);
+        if (is == JUDGE_SAME && level > most && level > s->j->free[id]) is = JUDGE_OTHER;
+        if (is == outcome) found |= PART(q);
     }
-
-    /* the sentence */
-    char *text = v->sentence;
-    const size_t bytes = sizeof v->sentence;
-    if (joint.found || (has_value && given == parts)) {
-        put(text, bytes, "your loss is ");
-        say_contract(s, &v->contract, v->undetermined, text, bytes);
-        say_numbers(j, text, bytes);
-    } else if (has_value) {
-        put(text, bytes, "part of your loss is ");
-        say_contract(s, &v->contract, v->undetermined, text, bytes);
-        say_numbers(j, text, bytes);
-        put(text, bytes, "; the rest follows no known contract together with it");
-    } else if (parts) {
-        put(text, bytes, "your loss follows no known contract");
-        say_numbers(j, text, bytes);
-    } else if (gradient.found) {
-        put(text, bytes, "your gradients are those of ");
-        say_contract(s, &gradient.c, v->undetermined, text, bytes);
-    }
-    const bool floored = v->contract.value[CG_AXIS_NORMALISE] != s->expected.value[CG_AXIS_NORMALISE];
-    if (shown->found && shown->underflow && floored && !(v->contract.faults & CG_FAULT_TEACHER_UNDERFLOW))
-        put(text, bytes, "; or, with the same numbers, %s: %s", cg_fault_name(1), cg_fault_says(1));
-    const double pooled = all->sum_ff > 0 ? all->sum_fg / all->sum_ff : NAN;
-    const double wanted =
-        cg_contract_grad_factor(&s->expected, &j->counts, isnan(j->d->coeff) ? 1 : j->d->coeff,
-                                j->counts.real / (j->counts.segments ? j->counts.segments : 1));
-    if (!joint.found && s->has_grad) {
-        cg_contract direction;
-        if (gradient.found && parts) {
-            put(text, bytes, "; the gradients follow another contract: ");
-            put_difference(text, bytes, &gradient.c, &s->expected);
-        } else if (!gradient.found && choose_direction(s, &direction)) {
-            put(text, bytes, "%sthe gradients have the direction of ", *text ? "; " : "");
-            put_difference(text, bytes, &direction, &s->expected);
-            if (isfinite(pooled) && wanted != 0) put(text, bytes, ", times %.6g", pooled / wanted);
-            judge_fault(j, "gradient-factor");
-        } else if (!gradient.found) {
-            put(text, bytes, "%sthe gradients follow no known contract", *text ? "; " : "");
-        }
-    }
-    if (has_value || joint.found) add_faults(j, &v->contract, &s->expected);
-    if (gradient.found) add_faults(j, &gradient.c, &s->expected);
-    if (all->empty_value || all->empty_grad) { /* 0/0 of an empty softmax, most often */
-        put(text, bytes, "%srows that see no key hold %s, where zero is right", *text ? "; " : "",
-            all->empty_value && all->empty_grad ? "a loss and a gradient"
-            : all->empty_value                  ? "a loss"
-                                                : "a gradient");
-        judge_fault(j, "empty-row-not-zero");
-    }
-    if (all->padding_value || all->padding_grad) {
-        if (!(v->contract.faults & CG_FAULT_PADDING_IN_LOSS))
-            put(text, bytes, "; padding rows hold %s",
-                all->padding_value && all->padding_grad ? "target and gradient"
-                : all->padding_value                    ? "a target"
-                                                        : "a gradient");
-        if (!(s->expected.faults & CG_FAULT_PADDING_IN_LOSS)) {
-            v->contract.faults |= all->padding_value ? CG_FAULT_PADDING_IN_LOSS : 0;
-            v->gradient.faults |= all->padding_grad ? CG_FAULT_PADDING_IN_LOSS : 0;
-            judge_fault(j, cg_fault_name(2));
-        }
-    }
+    return found;
 }
 
-/* k's gradient is a sum over rows: it is looked at once the rest is known. */
-static bool judge_grad_k(search *s, result *all, cg_error *error) {
-    judge *j = s->j;
+/* One factor for the gradients of `parts`. */
+static bool factor_of(const search *s, const compared *c, unsigned parts, double *factor) {
+    const judge_stat *stats[3];
+    cg_dump_id ids[3];
+    int n = 0;
+    for (int q = Q_GRAD_Q; q <= Q_GRAD_K; q++)
+        if (parts & PART(q)) {
+            stats[n] = &c->stats[q];
+            ids[n++] = judge_quantity[q].id;
+        }
+    return n > 0 && judge_factor_of(s->j, stats, ids, n, factor);
+}
+
+/* How the dump stands beside what was chosen for `given`; any_factor: gradients have a direction only. */
+static bool examine(facts *f, finding *x, unsigned given, bool any_factor, judge_level level) {
+    search *s = f->s;
+    x->given = given;
+    x->has_factor = any_factor;
+    x->beside.value = x->beside.gradient = x->choice.c;
+    /* whether padding counts is seen in the loss for the value, in the gradients of padding rows for those */
+    x->beside.gradient.faults &= ~(unsigned)CG_FAULT_PADDING_IN_LOSS;
+    if (f->beside.padding_grad) x->beside.gradient.faults |= CG_FAULT_PADDING_IN_LOSS;
+    if (!judge_search_compare(s, &f->beside, any_factor, &x->beside)) return false;
+    x->explained = outcomes(s, &x->beside, f->parts, JUDGE_SAME, level);
+    unsigned factored = f->parts & GRADIENTS;
+    if (any_factor) {
+        x->one_factor = factor_of(s, &x->beside, factored, &x->factor);
+        if (!x->one_factor && (factored & PART(Q_GRAD_K)))
+            x->one_factor = factor_of(s, &x->beside, factored &= ~PART(Q_GRAD_K), &x->factor);
+        x->explained &= ~(unsigned)GRADIENTS;
+        if (x->one_factor) x->explained |= factored;
+    }
+    for (int q = 0; q < QUANTITIES; q++)
+        if (q != Q_LOSS && (x->explained & PART(q)) && x->beside.tells[q].bits > x->rests_on.bits)
+            x->rests_on = x->beside.tells[q];
+    cg_contract plain = x->choice.c;
+    const bool is_expected = judge_cost(&plain, &s->expected) == 0 && !any_factor;
+    const double loss = x->explained & PART(Q_LOSS) ? x->beside.tells[Q_LOSS].bits : 0;
+    x->carried =
+        is_expected || (x->rests_on.bits > 0 && x->rests_on.bits + loss >= enough_bits(&plain, &s->expected));
+    /* where rows follow the expected contract, the loss alone may be one step away from it: it must hit that closely */
+    if (!x->carried && !any_factor && (given & PART(Q_LOSS)) && (x->explained & ~PART(Q_LOSS)) &&
+        f->expectable && x->beside.numbers >= 2 && judge_cost(&plain, &s->expected) < 2 &&
+        x->beside.tells[Q_LOSS].rows)
+        x->carried = x->beside.stats[Q_LOSS].worst_units[s->j->level[CG_DUMP_LOSS]] <= 1 &&
+                     !outcomes(s, &f->beside, ROW_GRADIENTS & f->parts, JUDGE_OTHER, level);
+    return true;
+}
+
+/* One contract for everything. The gradient of the keys, a sum over rows, may be wrong by itself. */
+static bool find_joint(facts *f, judge_level level, bool *done) {
+    const search *s = f->s;
+    const demand named = s->has_grad ? NAMED_FACTOR : NO_GRADIENT;
+    finding *x = &f->joint;
+    *x = (finding){.choice = choose(s, f->parts & VALUE_PARTS, named)};
+    const bool any = !x->choice.found && s->has_grad;
+    if (any) x->choice = choose(s, f->parts & VALUE_PARTS, ANY_FACTOR);
+    *done = false;
+    if (!x->choice.found) return true;
+    if (!examine(f, x, f->parts, any, level)) return false;
+    *done = x->carried && !(f->parts & ~x->explained & ~PART(Q_GRAD_K));
+    if (!*done || !any) return true;
+    /* with the factor known, rows tell more than by their directions */
+    f->s->gradient_factor = x->factor;
+    const bool ok = look(f->s);
+    f->s->gradient_factor = 1;
+    const choice named_now = choose(s, f->parts & VALUE_PARTS, NAMED_FACTOR);
+    if (ok && named_now.found && judge_cost(&named_now.c, &x->choice.c) == 0) x->choice = named_now;
+    return ok;
+}
+
+/* Values and gradients apart: the most of the value that one contract gives. */
+static bool find_parts(facts *f, judge_level level) {
+    const search *s = f->s;
+    const unsigned parts = f->parts & VALUE_PARTS, predicts = PART(Q_LOG_PREDICT) | PART(Q_PREDICT);
+    const unsigned tries[] = {parts,
+                              parts & ~PART(Q_LOSS),
+                              parts & (PART(Q_TARGET) | predicts),
+                              parts & PART(Q_TARGET),
+                              parts & PART(Q_KL),
+                              parts & predicts,
+                              parts & PART(Q_LOSS)};
+    finding *v = &f->value, *g = &f->gradient;
+    *v = *g = (finding){0};
+    unsigned given = 0;
+    for (int i = 0; i < 7 && !v->choice.found; i++)
+        if ((given = tries[i])) v->choice = choose(s, given, NO_GRADIENT);
+    if (v->choice.found && !examine(f, v, given, false, level)) return false;
+    if (!s->has_grad) return true;
+    const cg_contract *near = v->choice.found && v->carried ? &v->choice.c : &s->expected;
+    g->choice = choose_gradient(s, near, NAMED_FACTOR);
+    const bool any = !g->choice.found;
+    if (any) g->choice = choose_gradient(s, near, ANY_FACTOR);
+    return !g->choice.found || examine(f, g, f->parts & GRADIENTS, any, level);
+}
+
+/* Scales that are often missing or applied twice: of the head weights, of the softmax. */
+static int scales(const judge *j, int which, double *out) {
     const cg_dump *d = j->d;
-    result found = {0};
-    const cg_contract *other = j->v->gradient_differs ? &j->v->gradient : &j->v->contract;
-    judge_stat stat[2];
-    judge_stat_init(stat, 2);
-    cg_contract both = *other;
-    if (j->v->contract.faults & j->v->gradient.faults & CG_FAULT_PADDING_IN_LOSS)
-        both.faults |= CG_FAULT_PADDING_IN_LOSS;
-    const bool second = memcmp(&both, &s->expected, sizeof both) != 0;
-    if (second) {
-        s->grad_k[1] = both;
-        s->n_grad_k = 2;
-        if (!judge_search_all(s, &found, false, true)) {
-            free(found.dk[0]), free(found.dk[1]), free(found.dk_noise);
-            return cg_fail(error, CG_FAILED, "out of memory for the gradient of k_indexer");
+    const double heads = sqrt((double)(d->Hi > 0 ? d->Hi : 1)), index = sqrt((double)(d->Di > 0 ? d->Di : 1)),
+                 wide = sqrt((double)(d->D > 0 ? d->D : 1));
+    const double weights[] = {heads * index, heads, index, heads * heads, index * index},
+                 softmax[] = {wide, wide * wide, d->scale, log2(exp(1)), 2, 4};
+    const double *list = which ? softmax : weights;
+    const int n = which ? 6 : 5;
+    int count = 0;
+    for (int i = 0; i < n; i++)
+        for (int inverse = 0; inverse < 2; inverse++) {
+            const double x = inverse ? 1 / list[i] : list[i];
+            if (x != 1 && isfinite(x) && x != 0) out[count++] = x;
         }
+    return count;
+}
+
+static bool is_judged_ok(const judge *j, const char *name) {
+    for (int i = 0; i < j->v->n_quantities; i++)
+        if (!strcmp(j->v->quantities[i].name, name)) return j->v->quantities[i].ok;
+    return false;
+}
+
+/* Nothing explains the rows: perhaps one scale of the inputs is not the one in use. */
+static bool find_scale(facts *f, judge_level level, bool *done) {
+    search *s = f->s;
+    judge *j = s->j;
+    double list[16], *const to[2] = {&j->weights_factor, &j->scale};
+    const double before[2] = {j->weights_factor, j->scale};
+    *done = false;
+    if (!s->has_grad && !(f->parts & ROW_PARTS)) return true;
+    for (int which = 0; which < 2 && !*done; which++) {
+        if (which ? is_judged_ok(j, "output") || is_judged_ok(j, "lse") : is_judged_ok(j, "index_scores"))
+            continue;
+        const int n = scales(j, which, list);
+        for (int i = 0; i < n && !*done; i++) {
+            *to[which] = before[which] * list[i];
+            judge_search_reset(s);
+            if (!judge_search_sample(s, NULL, NULL)) return false;
+            if (!choose(s, f->parts & ROW_PARTS, s->has_grad ? ANY_FACTOR : NO_GRADIENT).found) continue;
+            if (!judge_search_compare(s, NULL, false, &f->beside) || !look(s) || !find_joint(f, level, done))
+                return false;
+            *done &= f->joint.beside.numbers >= 3;
+        }
+        if (!*done) {
+            *to[which] = before[which];
+            if (!judge_search_compare(s, NULL, false, &f->beside)) return false;
+            continue;
+        }
+        const double factor = *to[which] / before[which];
+        judge_fault(j, which ? "softmax-scale" : "head-weights-scale");
+        judge_note(j,
+                   which ? "the softmax scale in use is %.6g times the one given"
+                         : "the head weights in use are %.6g times those in the dump",
+                   judge_simplest(factor * (1 - 1e-9), factor * (1 + 1e-9)));
     }
-    double *got = malloc((size_t)(d->Di + 1) * 3 * sizeof *got), *unit = got + d->Di + 1;
-    for (int64_t b = 0; got && b < d->B; b++)
-        for (int64_t i = 0; i < d->n_keys[b]; i++) {
-            const int64_t at = j->key0[b] + i;
-            cg_dump_key(d, CG_DUMP_GRAD_K_INDEXER, b, i, got);
-            for (int which = 0; which < (second ? 2 : 1); which++) {
-                const double *want = (which ? found.dk[1] : all->dk[0]) + at * d->Di;
-                const double noise = (which ? found.dk_noise : all->dk_noise)[at];
-                for (int64_t k = 0; k < d->Di; k++)
-                    unit[k] = noise + 4 * j->rounding[CG_DUMP_GRAD_K_INDEXER] * fabs(want[k]) +
-                              judge_floor(j->rounding[CG_DUMP_GRAD_K_INDEXER]);
-                judge_compare(j, &stat[which], b, i, at, d->Di, 0, got, want, unit);
-            }
-        }
-    for (int i = 0; got && i < j->v->n_quantities; i++) {
-        cg_quantity *q = &j->v->quantities[i];
-        if (strcmp(q->name, "grad.k_indexer")) continue;
-        const char *name = q->name, *tensor = q->tensor;
-        q->ok = !(stat[0].worst_units > j->allowed);
-        q->worst_rel = stat[0].max_error == 0 ? 0
-                       : stat[0].max_want > 0 ? stat[0].max_error / stat[0].max_want
-                                              : INFINITY;
-        q->worst_units = stat[0].worst_units;
-        q->has_first = stat[0].first_row >= 0;
-        q->first = stat[0].first;
-        q->n_worst = stat[0].n_worst;
-        memcpy(q->worst, stat[0].worst, sizeof q->worst);
-        q->name = name;
-        q->tensor = tensor;
-        const bool explained = second && !(stat[1].worst_units > j->allowed);
-        if (!q->ok && explained) {
-            snprintf(q->says, sizeof q->says, "as the contract below has it");
-        } else if (!q->ok && all->empty_grad && isinf(q->worst_units)) {
-            put(q->says, sizeof q->says, "the gradients of rows that see no key are summed into it");
-            j->v->identified = false;
-        } else if (!q->ok) {
-            put(q->says, sizeof q->says,
-                second ? "it does not follow the contract of the other gradients either"
-                       : "the other gradients are as expected");
-            j->v->identified = false;
-            judge_fault(j, "gradient-of-keys");
-        }
+    return true;
+}
+
+static bool find_out(facts *f) {
+    search *s = f->s;
+    judge *j = s->j;
+    const judge_level free = j->free[CG_DUMP_LOSS];
+    bool done = false, as_expected = false;
+    f->beside.value = f->beside.gradient = s->expected;
+    set_level(j, JUDGE_F64);
+    if (!judge_search_compare(s, NULL, false, &f->beside)) return false;
+    if (f->nothing) {
+        f->as_expected = outcomes(s, &f->beside, f->parts, JUDGE_SAME, JUDGE_BF16);
+        return true;
     }
-    free(got);
-    free(found.dk[0]);
-    free(found.dk[1]);
-    free(found.dk_noise);
-    return got != NULL || cg_fail(error, CG_FAILED, "out of memory for the gradient of k_indexer");
+    /* finest arithmetic first: what explains the numbers without more rounding is the better explanation */
+    for (judge_level level = JUDGE_F64; level < JUDGE_LEVELS && !done && !as_expected; level++) {
+        if (!set_level(j, level) && level != JUDGE_F64) continue;
+        f->as_expected = f->expectable ? outcomes(s, &f->beside, f->parts, JUDGE_SAME, level) : 0;
+        as_expected = f->as_expected == f->parts;
+        if (!look(s) || !find_joint(f, level, &done)) return false;
+        if (done) j->ceiling = level;
+        if (j->tolerance > 0) break;
+    }
+    f->as_expected = f->expectable ? outcomes(s, &f->beside, f->parts, JUDGE_SAME, JUDGE_BF16) : 0;
+    f->unsure = f->expectable ? outcomes(s, &f->beside, f->parts, JUDGE_UNSURE, JUDGE_BF16) : 0;
+    if (done || as_expected) return true;
+    if ((f->parts & GRADIENTS & ~f->as_expected) && f->expectable)
+        f->group_factor = factor_of(s, &f->beside, f->parts & GRADIENTS & ~f->as_expected, &f->factor);
+    f->joint = (finding){0};
+    set_level(j, free);
+    if ((f->as_expected | f->unsure) == f->parts) return look(s) && find_parts(f, free);
+    if (!f->group_factor) {
+        if (!find_scale(f, free, &done)) return false;
+        if (done) return true;
+    }
+    if (!look(s) || !find_parts(f, free)) return false;
+    bool some = false;
+    for (int t = 0; t < TARGETS * FORMS; t++) some |= s->start->target[t];
+    if (s->has[Q_TARGET] && !some) {
+        judge_search_reset(s);
+        return judge_search_sample(s, f->distance, &f->n_measured);
+    }
+    return true;
 }
 
 bool judge_loss(judge *j, const cg_contract *expected, cg_error *error) {
     search *s = calloc(1, sizeof *s);
-    result *all = calloc(1, sizeof *all);
-    double *distance = calloc(TARGETS, sizeof *distance);
-    int n_measured = 0;
-    bool ok = s && all && distance && (s->start = calloc(1, sizeof *s->start));
+    facts *f = calloc(1, sizeof *f);
+    bool ok = s && f && (s->start = calloc(1, sizeof *s->start));
     if (ok) {
-        *s = (search){.j = j, .expected = *expected, .start = s->start};
-        ok = set_up(s, error);
-        bool any = false;
-        for (int q = 0; q < QUANTITIES; q++) any |= s->has[q];
-        if (ok && any) {
-            if (s->has[Q_GRAD_K]) {
-                s->grad_k[0] = *expected;
-                s->n_grad_k = 1;
-            }
-            ok = judge_search_sample(s, NULL, NULL);
-            bool some = false;
-            for (int t = 0; t < TARGETS * FORMS; t++) some |= s->start->target[t];
-            if (ok && s->has[Q_TARGET] && !some) ok = judge_search_sample(s, distance, &n_measured);
-            ok = ok && (!s->has[Q_LOSS] || list_losses(s)) && judge_search_all(s, all, true, true);
-            if (ok && s->has[Q_LOSS]) { /* beside the expected one, which is in the list */
-                for (int i = 0; i < s->n_list; i++) {
-                    const listed *l = &all->list[i];
-                    if (l->target != target_of(expected) || l->kl != expected->value[CG_AXIS_KL] ||
-                        l->form != expected->value[CG_AXIS_SCORES])
-                        continue;
-                    const double want = loss_of(s, l, expected), unit = loss_unit(s, l, expected);
-                    judge_compare(j, &all->stats[Q_LOSS], -1, -1, 0, 1, 0, &s->loss, &want, &unit);
-                }
-            }
-            if (ok) report(s, all, distance, n_measured);
-            if (ok && s->has[Q_GRAD_K]) ok = judge_grad_k(s, all, error);
+        s->j = j, s->expected = *expected, s->gradient_factor = 1;
+        f->s = s;
+        if (!set_up(f, error)) {
+            ok = false;
+        } else if (f->parts) {
+            ok = find_out(f);
+            if (ok) judge_say_loss(f);
         }
     }
-    if (all) {
-        free(all->dk[0]);
-        free(all->dk[1]);
-        free(all->dk_noise);
-    }
+    if (!ok)
+        cg_fail(error, CG_FAILED, "out of memory for the search"); /* unless something else is said already */
     if (s) free(s->start);
     free(s);
-    free(all);
-    free(distance);
-    return ok || cg_fail(error, CG_FAILED, "out of memory for the search");
+    free(f);
+    return ok;
 }

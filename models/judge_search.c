@@ -1,11 +1,13 @@
 /* The search of models/judge_search.h. On a row where two combinations cannot differ (everything selected, one head, no
- * floor in reach) one is computed for both. */
+ * floor in reach) one is computed for both. Noise is that of f32 arithmetic throughout, see models/judge.h. */
 #include "models/judge_search.h"
 
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+
+#define F32 0x1p-24 /* judge_rounding[JUDGE_F32] */
 
 const quantity_name judge_quantity[QUANTITIES] = {
     {"target", CG_DUMP_TARGET},
@@ -18,32 +20,40 @@ const quantity_name judge_quantity[QUANTITIES] = {
     {"grad.k_indexer", CG_DUMP_GRAD_K_INDEXER},
 };
 
+/* One row under one contract. */
+typedef struct row_values {
+    double *target, *target_noise, *log_p, *log_noise, *predict, *predict_noise; /* [n] */
+    double kl, kl_noise, factor;
+    double *e, *noise; /* [Hi + Hi * Di] gradients of weights and q, with their factor; what rounding changes */
+    double *dk, *dk_noise; /* [keys, Di], [keys]: sums over rows */
+    bool counts;
+} row_values;
+
 /* One chunk of rows. */
 typedef struct piece {
     judge_row r;
     tables *tables;
-    judge_stat stats[QUANTITIES];
     listed list[LISTED];
-    double *dk[2], *dk_noise;            /* [C, Di] */
-    double *e, *unit;                    /* [Hi + Hi * Di] a gradient and its expected rounding */
-    double *got;                         /* the same of the dump */
-    int64_t padding_value, padding_grad; /* padding rows that hold something */
-    int64_t empty_value, empty_grad;     /* real rows that see no key and hold something, NaN too */
-    double sum_fg, sum_ff;               /* of gradients along the expected direction */
-    double distance[TARGETS];            /* when measuring */
-    double want_size;
+    compared c;
+    row_values v[2];          /* of a contract, and of the one that it is told apart from */
+    double *e, *noise, *got;  /* [Hi + Hi * Di] a gradient, its noise, the dump's */
+    double distance[TARGETS]; /* when measuring */
     int group[TARGETS], next[TARGETS];
-    bool fine;
+    double *block;
 } piece;
 
 bool judge_usable(const search *s, int t) {
     const target_key k = key_of(t);
     const judge *j = s->j;
+    const int64_t ranks = k.heads == CG_HEADS_ARE_ALL ? 1 : k.heads == CG_HEADS_ARE_LOCAL_NORMALISED_4 ? 4 : 2;
+    if (j->d->H % ranks != 0) return false;
     if (j->has_window && j->has_sink) return true;
-    if (j->has_window) return k.teacher == CG_TEACHER_IS_FULL || k.teacher == CG_TEACHER_IS_COMPRESSED;
-    if (j->has_lse) return k.teacher == CG_TEACHER_IS_FULL || k.teacher == CG_TEACHER_IS_COMPRESSED;
+    if (j->has_window || j->has_lse)
+        return k.teacher == CG_TEACHER_IS_FULL || k.teacher == CG_TEACHER_IS_COMPRESSED;
     return k.teacher == CG_TEACHER_IS_COMPRESSED;
 }
+
+bool judge_weighable(int t) { return key_of(t).teacher != CG_TEACHER_IS_COMPRESSED; }
 
 /* ---- the row's own sameness ---- */
 
@@ -73,8 +83,7 @@ static int same_as(const search *s, const judge_row *r, int t, double least) {
     if (least > log(1e-9)) k.normalise = CG_NORMALISE_IS_EXACT;
     if (least > log(1e-30) && s->coarse) k.underflow = 0;
     if (s->j->d->H == 1) {
-        k.heads = CG_HEADS_ARE_ALL;
-        if (k.normalise == CG_NORMALISE_IS_EXACT && !k.underflow) k.teacher = CG_TEACHER_IS_COMPRESSED;
+        k.heads = CG_HEADS_ARE_ALL; /* the teacher cancels too, but not in the weight of the row */
     }
     return number_of(k);
 }
@@ -82,57 +91,51 @@ static int same_as(const search *s, const judge_row *r, int t, double least) {
 /* ---- expected rounding ---- */
 
 /* target: relative, from the logits; a target in f32 before its division has float32's steps and far exponents. */
-static void target_units(const search *s, const judge_row *r, const cg_contract *c, const double *target,
-                         double *unit) {
-    const double e = s->j->rounding[CG_DUMP_TARGET], tiny = judge_floor(e);
-    double relative = 4 * e + 2 * judge_logit_noise(s->j, r, e), floor = tiny;
+static void target_noises(const search *s, const judge_row *r, const cg_contract *c, const double *target,
+                          double *noise) {
+    double relative = 4 * F32 + 2 * judge_logit_noise(s->j, r), floor = 0;
     if (c->faults & CG_FAULT_TEACHER_UNDERFLOW) {
-        relative += 250 * 0x1p-24;
-        floor += 0x1p-149 / (double)FLT_MIN * (double)s->j->d->H;
+        relative += 250 * F32;
+        floor = 0x1p-149 / (double)FLT_MIN * (double)s->j->d->H;
     }
-    for (int64_t i = 0; i < r->n; i++)
-        unit[i] = fabs(target[i]) * relative + (target[i] != 0 || floor > tiny ? floor : 0);
+    for (int64_t i = 0; i < r->n; i++) noise[i] = target[i] != 0 ? fabs(target[i]) * relative + floor : floor;
 }
 
-static double kl_unit(const search *s, const judge_row *r, const cg_contract *c, double kl,
-                      const double *target, const double *log_p, cg_dump_id id) {
+static double kl_noise(const search *s, const judge_row *r, const cg_contract *c, double kl,
+                       const double *target, const double *log_p) {
     const judge *j = s->j;
-    const double e = j->rounding[id];
     double size = 0;
     for (int64_t i = 0; i < r->n; i++)
         if (target[i] != 0) size += fabs(target[i]) * (fabs(log_p[i]) + 1);
     if (!isfinite(size)) return 0;
-    const double terms = fabs(kl) + 1;
-    double unit =
-        (4 * e + 2 * judge_logit_noise(j, r, e)) * terms + 2 * judge_score_noise(j, r, e) + 2 * e * (size + 1);
-    if (c->faults & CG_FAULT_TEACHER_UNDERFLOW) unit += 250 * 0x1p-24 * size;
-    return unit;
+    double noise = (4 * F32 + 2 * judge_logit_noise(j, r)) * (fabs(kl) + 1) + 2 * judge_score_noise(j, r) +
+                   2 * F32 * (size + 1);
+    if (c->faults & CG_FAULT_TEACHER_UNDERFLOW) noise += 250 * F32 * size;
+    return noise;
 }
 
 /* ---- gradients of a row ---- */
 
-/* e [Hi + Hi * Di] = dw, dq unscaled, and what rounding may change in them; parts that the dump lacks stay out. */
-static void gradient(const search *s, piece *p, const cg_contract *c, const double *target, const double *log_p,
-                     bool with_q, double *dscores, double *noise) {
+/* e [Hi + Hi * Di] = dw, dq unscaled, and what rounding may change in them; dscores and their noise [n]. */
+static void gradient(const search *s, const judge_row *r, const cg_contract *c, const double *target,
+                     const double *log_p, bool with_q, double *dscores, double *dnoise, double *e,
+                     double *noise) {
     const judge *j = s->j;
     const cg_dump *d = j->d;
-    const judge_row *r = &p->r;
     const int64_t n = r->n, G = d->Hi, E = d->Di;
-    const cg_dump_id id = s->has[Q_GRAD_W]   ? CG_DUMP_GRAD_WEIGHTS
-                          : s->has[Q_GRAD_Q] ? CG_DUMP_GRAD_Q_INDEXER
-                                             : CG_DUMP_GRAD_K_INDEXER;
-    const double e = j->rounding[id], far = c->faults & CG_FAULT_TEACHER_UNDERFLOW ? 250 * 0x1p-24 : 0;
-    const double logit = 4 * e + 2 * judge_logit_noise(j, r, e) + far,
-                 score = 4 * e + 2 * judge_score_noise(j, r, e);
-    const double dot_noise = judge_dot_noise(j, r, e);
-    /* unscaled here: what the type flushes, over the smallest factor there may be */
-    const double least = judge_floor(e) * (double)(j->counts.physical + 1);
+    const double far = c->faults & CG_FAULT_TEACHER_UNDERFLOW ? 250 * F32 : 0;
+    const double logit = 4 * F32 + 2 * judge_logit_noise(j, r) + far,
+                 score = 4 * F32 + 2 * judge_score_noise(j, r);
+    const double dot_noise = judge_dot_noise(j, r);
     const cg_contract_row row = judge_contract_row(j, r, c->value[CG_AXIS_SCORES]);
+    const double weight = cg_contract_row_weight(c, &row);
     cg_contract_dscores(c, &row, target, log_p, dscores);
     const bool sparse = c->value[CG_AXIS_SUPPORT] == CG_SUPPORT_IS_SPARSE;
     for (int64_t i = 0; i < n; i++) {
         const bool on = !sparse || row.selected[i];
-        noise[i] = on ? exp(log_p[i]) * (score + e * fabs(log_p[i])) + fabs(target[i]) * logit : 0;
+        dnoise[i] =
+            on ? weight * (exp(log_p[i]) * (score + F32 * fabs(log_p[i])) + fabs(target[i]) * logit) : 0;
+        dscores[i] *= weight;
     }
     const int64_t key0 = j->key0[r->segment];
     const cg_contract_index index = {.n_heads = G,
@@ -142,7 +145,7 @@ static void gradient(const search *s, piece *p, const cg_contract *c, const doub
                                      .w = r->w,
                                      .dots = r->dots,
                                      .k = j->ki + key0 * E};
-    cg_contract_index_grad(c, &index, dscores, p->e, with_q ? p->e + G : NULL, NULL);
+    cg_contract_index_grad(c, &index, dscores, e, with_q ? e + G : NULL, NULL);
     const bool linear = c->value[CG_AXIS_SCORES] == CG_SCORES_ARE_LINEAR;
     const bool leak = linear || (c->faults & CG_FAULT_RELU_LEAK);
     for (int64_t g = 0; g < G; g++) {
@@ -150,14 +153,15 @@ static void gradient(const search *s, piece *p, const cg_contract *c, const doub
         double w = 0, q = 0;
         for (int64_t i = 0; i < n; i++) {
             const double x = linear ? fabs(dots[i]) : dots[i] > 0 ? dots[i] : 0;
-            w += x * noise[i] + fabs(dscores[i]) * dot_noise;
-            q += (leak || dots[i] > -dot_noise ? noise[i] : 0) * j->ki_largest[key0 + i];
+            w += x * dnoise[i] + fabs(dscores[i]) * dot_noise;
+            q += (leak || dots[i] > -dot_noise ? dnoise[i] : 0) * j->ki_largest[key0 + i];
             if (fabs(dots[i]) <= 8 * dot_noise)
                 q += fabs(dscores[i]) * j->ki_largest[key0 + i]; /* either side of the kink */
         }
-        p->unit[g] = w + 4 * e * fabs(p->e[g]) + least;
+        e[g] *= j->weights_factor; /* towards the dump's weights */
+        noise[g] = fabs(j->weights_factor) * w + 4 * F32 * fabs(e[g]);
         for (int64_t i = 0; with_q && i < E; i++)
-            p->unit[G + g * E + i] = fabs(r->w[g]) * q + 4 * e * fabs(p->e[G + g * E + i]) + least;
+            noise[G + g * E + i] = fabs(r->w[g]) * q + 4 * F32 * fabs(e[G + g * E + i]);
     }
 }
 
@@ -168,54 +172,51 @@ static void read_gradient(const search *s, piece *p) {
     if (s->has[Q_GRAD_Q]) cg_dump_row(s->j->d, CG_DUMP_GRAD_Q_INDEXER, p->r.t, p->got + G);
 }
 
-/* Expected is nothing but rounding: the factors under which what the dump has is no more than that. */
-static uint64_t fit_rounding(const search *s, const piece *p, int64_t from, int64_t to, uint64_t mask) {
+/* Which factors of the mask make the dump's elements from..to of p->e; DIRECTION stays where any factor does. */
+static uint64_t fit_factors(const search *s, const piece *p, cg_dump_id id, int64_t from, int64_t to,
+                            uint64_t mask) {
     const judge *j = s->j;
     const double coeff = isnan(j->d->coeff) ? 1 : j->d->coeff;
-    if (j->tolerance > 0) return mask;
-    uint64_t left = mask & (DIRECTION | UINT64_C(1) << ZERO_FACTOR);
+    /* unscaled here: what the type flushes, over the smallest factor there may be */
+    const double flushed = judge_floor(j->stored[id]) * (double)(j->counts.physical + 1);
+    double lo = -INFINITY, hi = INFINITY, other = 0, most = 0, row_largest = 0;
+    bool some = false, says = false;
+    if (j->tolerance > 0)
+        for (int64_t i = from; i < to; i++) row_largest = fmax(row_largest, fabs(p->e[i]));
+    for (int64_t i = from; i < to; i++) {
+        const double e = p->e[i], got = p->got[i];
+        const double unit = j->tolerance > 0 ? j->tolerance * row_largest
+                                             : judge_unit(j, id, j->level[id], e, p->noise[i]) + flushed;
+        const double rounding = j->allowed * unit;
+        if (isnan(e) || isnan(got)) {
+            if (isnan(e) && isnan(got)) continue;
+            return 0;
+        }
+        some |= got != 0;
+        most = fmax(most, fabs(got));
+        if (!(fabs(e) > 2 * rounding)) {
+            if (got != 0) other = fmax(other, fabs(got) / unit);
+            continue;
+        }
+        const double ratio = got / e, room = fabs(ratio) * rounding / (fabs(e) - rounding);
+        lo = fmax(lo, ratio - room), hi = fmin(hi, ratio + room);
+        says = true;
+    }
+    if (!some && says) return mask & (UINT64_C(1) << ZERO_FACTOR); /* no gradient where there should be one */
+    uint64_t left = !some ? mask & (DIRECTION | UINT64_C(1) << ZERO_FACTOR) : 0;
+    double largest_factor = 0;
     for (int k = 0; k < FACTORS; k++) {
         if (!(mask >> k & 1)) continue;
         const cg_contract c = with_factor(cg_contract_default(), k);
-        const double want = cg_contract_grad_factor(&c, &j->counts, coeff, j->d->real[p->r.segment]);
-        bool fits = true;
-        for (int64_t i = from; i < to && fits; i++)
-            fits = fabs(p->got[i] - want * p->e[i]) <= 2 * j->allowed * fabs(want) * p->unit[i] + 0x1p-140;
-        if (fits) left |= UINT64_C(1) << k;
+        const double want =
+            s->gradient_factor * cg_contract_grad_factor(&c, &j->counts, coeff, j->d->real[p->r.segment]);
+        largest_factor = fmax(largest_factor, fabs(want));
+        if (want >= lo && want <= hi && other <= 2 * j->allowed * fabs(want) + 0x1p-40)
+            left |= UINT64_C(1) << k;
     }
-    return left;
-}
-
-/* Which factors of the mask still fit elements from..to of e: 0 when not even the direction does. */
-static uint64_t fit_factors(const search *s, const piece *p, int64_t from, int64_t to, uint64_t mask) {
-    const judge *j = s->j;
-    double see = 0, sge = 0, sue = 0, most = 0, noise = 0, sgg = 0;
-    for (int64_t i = from; i < to; i++) {
-        see += p->e[i] * p->e[i];
-        sge += p->got[i] * p->e[i];
-        sgg += p->got[i] * p->got[i];
-        sue += fabs(p->e[i]) * p->unit[i];
-        most = fmax(most, fabs(p->e[i]));
-        noise = fmax(noise, p->unit[i]);
-    }
-    if (isnan(see)) return isnan(sge) ? mask : 0;
-    if (isnan(sge)) return 0;
-    if (j->tolerance > 0) noise = j->tolerance * most, sue = noise * most;
-    if (most <= 4 * j->allowed * noise) return fit_rounding(s, p, from, to, mask); /* nothing but rounding */
-    const double f = sge / see, bar = j->allowed * sue / see + 0x1p-50;
-    if (sgg == 0) return mask & (UINT64_C(1) << ZERO_FACTOR); /* no gradient where there should be one */
-    for (int64_t i = from; i < to; i++) {
-        const double unit = j->tolerance > 0 ? noise : p->unit[i];
-        if (!(fabs(p->got[i] - f * p->e[i]) <= 2 * j->allowed * fabs(f) * unit + 0x1p-140)) return 0;
-    }
-    uint64_t left = mask & DIRECTION;
-    const double coeff = isnan(j->d->coeff) ? 1 : j->d->coeff;
-    for (int k = 0; k < FACTORS; k++) {
-        if (!(mask >> k & 1)) continue;
-        const cg_contract c = with_factor(cg_contract_default(), k);
-        const double want = cg_contract_grad_factor(&c, &j->counts, coeff, j->d->real[p->r.segment]);
-        if (fabs(f - want) <= fabs(want) * bar) left |= UINT64_C(1) << k;
-    }
+    if (says ? lo <= hi && other <= 2 * j->allowed * fmax(fabs(lo), fabs(hi))
+             : other <= 2 * j->allowed * fmax(64 * largest_factor, 1))
+        left |= mask & DIRECTION;
     return left;
 }
 
@@ -240,14 +241,12 @@ static bool in_support(const judge_row *r, const cg_contract *c, int64_t i) {
     return c->value[CG_AXIS_SUPPORT] == CG_SUPPORT_IS_DENSE || r->selected[c->value[CG_AXIS_SCORES]][i];
 }
 
-static void expected_log_units(const search *s, const judge_row *r, const cg_contract *c, cg_dump_id id,
-                               const double *log_p, double *unit) {
-    const double e = s->j->rounding[id], score = judge_score_noise(s->j, r, e);
+static void log_noises(const search *s, const judge_row *r, const cg_contract *c, bool predict,
+                       const double *log_p, double *noise) {
+    const double score = judge_score_noise(s->j, r);
     for (int64_t i = 0; i < r->n; i++) {
-        const double u = 2 * score + 2 * e * (fabs(log_p[i]) + 1);
-        unit[i] = !in_support(r, c, i)    ? 0
-                  : id == CG_DUMP_PREDICT ? exp(log_p[i]) * (u + 2 * e) + judge_floor(e)
-                                          : u;
+        const double u = 2 * score + 2 * F32 * (fabs(log_p[i]) + 1);
+        noise[i] = !in_support(r, c, i) ? 0 : predict ? exp(log_p[i]) * (u + 2 * F32) + 0x1p-149 : u;
     }
 }
 
@@ -262,19 +261,27 @@ static void match_predictions(const search *s, piece *p, row_logs *logs) {
     judge_row *r = &p->r;
     for (int q = Q_LOG_PREDICT; q <= Q_PREDICT; q++) {
         if (!s->has[q]) continue;
-        double *got = r->a[6], *unit = r->a[7], *want = r->x[0];
+        double *got = r->a[6], *noise = r->a[7], *want = r->x[0];
         read_logs(s, r, judge_quantity[q].id, got);
         for (int dense = 0; dense < 2; dense++)
             for (int form = 0; form < FORMS; form++) {
                 if (!p->tables->predict[dense][form]) continue;
-                const cg_contract c = contract_of(number_of((target_key){0, dense, 0, 0, 0}), 0, form);
+                const cg_contract c = contract_of(number_of((target_key){0, dense, 0, 0, 0}), 0, form, 0);
                 const double *log_p = logs_of(s, p, logs, &c);
-                expected_log_units(s, r, &c, judge_quantity[q].id, log_p, unit);
+                log_noises(s, r, &c, q == Q_PREDICT, log_p, noise);
                 for (int64_t i = 0; i < r->n; i++)
                     want[i] = q == Q_LOG_PREDICT ? log_p[i] : in_support(r, &c, i) ? exp(log_p[i]) : 0;
-                if (!judge_same(s->j, r->n, got, want, unit)) p->tables->predict[dense][form] = 0;
+                if (!judge_same(s->j, judge_quantity[q].id, r->n, got, want, noise))
+                    p->tables->predict[dense][form] = 0;
             }
     }
+}
+
+static void add_loss(loss_sums *to, double kl, double noise, int64_t segment_real) {
+    to->sum += kl;
+    to->noise += noise * noise;
+    to->of_means += kl / (double)segment_real;
+    to->noise_of_means += noise * noise / (double)segment_real / (double)segment_real;
 }
 
 /* Everything of one combination of target and row; members: the combinations that it stands for. */
@@ -282,22 +289,22 @@ static void match_group(const search *s, piece *p, row_logs *logs, int t, bool m
     const judge *j = s->j;
     judge_row *r = &p->r;
     tables *y = p->tables;
-    double *target = r->a[0], *unit = r->a[1], *got = r->a[2], *dscores = r->a[6], *noise = r->a[7];
+    double *target = r->a[0], *noise = r->a[1], *got = r->a[2], *dscores = r->a[6], *dnoise = r->a[7];
     const int64_t n = r->n, G = j->d->Hi, E = j->d->Di;
     bool made[FORMS] = {false, false};
     for (int form = 0; form < FORMS; form++) {
         /* the target depends on the form of scores where the selection does */
-        const cg_contract c = contract_of(t, 0, form);
+        const cg_contract c = contract_of(t, 0, form, 0);
         const cg_contract_row row = judge_contract_row(j, r, form);
         const bool again = form == 0 || (!j->has_list && c.value[CG_AXIS_SUPPORT] == CG_SUPPORT_IS_SPARSE) ||
                            (c.faults & CG_FAULT_DENSE_OVER_SPARSE_LSE);
         bool wanted = false;
         for (int m = p->group[t]; m >= 0; m = p->next[m]) {
             wanted |= s->has[Q_TARGET] && (y->target[m * FORMS + form] || (measure && form == 0));
-            for (int kl = 0; kl < KLS && s->has[Q_KL] && !wanted; kl++)
-                wanted |= y->kl[value_number(m, kl, form)];
-            for (int i = 0; i < SLOPES * 4 && s->has_grad && !wanted; i++)
-                wanted |= y->grad[grad_number(m, i / 4, form, i % 4)] != 0;
+            for (int i = 0; i < KLS * WEIGHTS && s->has[Q_KL] && !wanted; i++)
+                wanted |= y->kl[value_number(m, i / WEIGHTS, form, i % WEIGHTS)];
+            for (int i = 0; i < SLOPES * WEIGHTS * EXTRAS && s->has_grad && !wanted; i++)
+                wanted |= y->grad[grad_number(m, i / 8, form, i / 4 % 2, i % 4)] != 0;
             for (int i = s->first_listed[m]; i < s->first_listed[m + 1] && !wanted; i++)
                 wanted |= s->list[i].form == form;
         }
@@ -309,11 +316,11 @@ static void match_group(const search *s, piece *p, row_logs *logs, int t, bool m
             for (int m = p->group[t]; m >= 0; m = p->next[m]) alive |= y->target[m * FORMS + form];
             if (alive) {
                 cg_dump_columns(j->d, CG_DUMP_TARGET, r->t, n, got);
-                target_units(s, r, &c, target, unit);
+                target_noises(s, r, &c, target, noise);
                 double distance = 0;
                 for (int64_t i = 0; measure && i < n; i++) distance += fabs(got[i] - target[i]);
                 if (measure && !(distance < 2)) distance = 2;
-                const bool same = judge_same(j, n, got, target, unit);
+                const bool same = judge_same(j, CG_DUMP_TARGET, n, got, target, noise);
                 for (int m = p->group[t]; m >= 0; m = p->next[m]) {
                     if (!same) y->target[m * FORMS + form] = 0;
                     if (measure && form == 0) p->distance[m] += distance;
@@ -321,52 +328,48 @@ static void match_group(const search *s, piece *p, row_logs *logs, int t, bool m
             }
         }
         const double *log_p = logs_of(s, p, logs, &c);
-        for (int kl = 0; kl < KLS; kl++) {
+        for (int i = 0; i < KLS * WEIGHTS; i++) {
+            const int kl = i / WEIGHTS, weight = i % WEIGHTS;
             bool test = false, sum = false;
             for (int m = p->group[t]; m >= 0; m = p->next[m]) {
-                test |= s->has[Q_KL] && y->kl[value_number(m, kl, form)];
-                for (int i = s->first_listed[m]; i < s->first_listed[m + 1] && !sum; i++)
-                    sum |= s->list[i].kl == kl && s->list[i].form == form;
+                test |= s->has[Q_KL] && y->kl[value_number(m, kl, form, weight)];
+                for (int l = s->first_listed[m]; l < s->first_listed[m + 1] && !sum; l++)
+                    sum |= s->list[l].kl == kl && s->list[l].form == form && s->list[l].weight == weight;
             }
             if (!test && !sum) continue;
-            const cg_contract k = contract_of(t, kl, form);
-            const double value = cg_contract_kl(&k, &row, target, log_p);
+            const cg_contract k = contract_of(t, kl, form, weight);
+            const double counts = cg_contract_row_weight(&k, &row);
+            const double plain = cg_contract_kl(&k, &row, target, log_p), value = counts * plain;
+            const double u = counts * kl_noise(s, r, &k, plain, target, log_p);
             if (test) {
                 double dump_value;
-                const double u = kl_unit(s, r, &k, value, target, log_p, CG_DUMP_KL);
                 cg_dump_row(j->d, CG_DUMP_KL, r->t, &dump_value);
-                if (!judge_same(j, 1, &dump_value, &value, &u))
-                    for (int m = p->group[t]; m >= 0; m = p->next[m]) y->kl[value_number(m, kl, form)] = 0;
+                if (!judge_same(j, CG_DUMP_KL, 1, &dump_value, &value, &u))
+                    for (int m = p->group[t]; m >= 0; m = p->next[m])
+                        y->kl[value_number(m, kl, form, weight)] = 0;
             }
             if (!sum) continue;
-            const double u = kl_unit(s, r, &k, value, target, log_p, CG_DUMP_LOSS);
             for (int m = p->group[t]; m >= 0; m = p->next[m])
-                for (int i = s->first_listed[m]; i < s->first_listed[m + 1]; i++) {
-                    listed *l = &p->list[i];
-                    if (l->kl != kl || l->form != form) continue;
-                    l->sum += value;
-                    l->noise += u * u;
-                    l->of_means += value / (double)j->d->real[r->segment];
-                }
+                for (int l = s->first_listed[m]; l < s->first_listed[m + 1]; l++)
+                    if (p->list[l].kl == kl && p->list[l].form == form && p->list[l].weight == weight)
+                        add_loss(&p->list[l].sums, value, u, j->d->real[r->segment]);
         }
         if (!s->has_grad || !j->has_dots) continue;
-        for (int i = 0; i < SLOPES * 4; i++) {
-            const int slope = i / 4, extra = i % 4;
+        for (int i = 0; i < SLOPES * WEIGHTS * EXTRAS; i++) {
+            const int slope = i / 8, weight = i / 4 % 2, extra = i % 4;
             uint64_t any = 0;
             for (int m = p->group[t]; m >= 0; m = p->next[m])
-                any |= y->grad[grad_number(m, slope, form, extra)];
+                any |= y->grad[grad_number(m, slope, form, weight, extra)];
             if (!any) continue;
-            cg_contract k = contract_of(t, kl_of_slope(slope), form);
-            if (extra & 1) k.faults |= CG_FAULT_PREDICT_MINUS_TARGET;
-            if (extra & 2) k.faults |= CG_FAULT_RELU_LEAK;
-            gradient(s, p, &k, target, log_p, !s->has[Q_GRAD_W], dscores, noise);
-            uint64_t left = s->has[Q_GRAD_W] ? fit_factors(s, p, 0, G, any) : any;
+            const cg_contract k = gradient_contract(t, slope, form, weight, extra);
+            gradient(s, r, &k, target, log_p, !s->has[Q_GRAD_W], dscores, dnoise, p->e, p->noise);
+            uint64_t left = s->has[Q_GRAD_W] ? fit_factors(s, p, CG_DUMP_GRAD_WEIGHTS, 0, G, any) : any;
             if (left && s->has[Q_GRAD_Q]) {
-                if (s->has[Q_GRAD_W]) gradient(s, p, &k, target, log_p, true, dscores, noise);
-                left = fit_factors(s, p, G, G + G * E, left);
+                if (s->has[Q_GRAD_W]) gradient(s, r, &k, target, log_p, true, dscores, dnoise, p->e, p->noise);
+                left = fit_factors(s, p, CG_DUMP_GRAD_Q_INDEXER, G, G + G * E, left);
             }
             for (int m = p->group[t]; m >= 0; m = p->next[m])
-                y->grad[grad_number(m, slope, form, extra)] &= left;
+                y->grad[grad_number(m, slope, form, weight, extra)] &= left;
         }
     }
 }
@@ -381,9 +384,10 @@ static void match_row(const search *s, piece *p, row_logs *logs, bool measure) {
     for (int t = TARGETS - 1; t >= 0; t--) {
         bool live = measure || s->first_listed[t] < s->first_listed[t + 1] ||
                     (s->has[Q_TARGET] && (y->target[t * FORMS] || y->target[t * FORMS + 1]));
-        for (int i = 0; i < KLS * FORMS && s->has[Q_KL] && !live; i++) live = y->kl[t * KLS * FORMS + i];
-        for (int i = 0; i < SLOPES * FORMS * 4 && s->has_grad && !live; i++)
-            live = y->grad[t * SLOPES * FORMS * 4 + i] != 0;
+        const int values = KLS * FORMS * WEIGHTS;
+        for (int i = 0; i < values && s->has[Q_KL] && !live; i++) live = y->kl[t * values + i];
+        for (int i = 0; i < SLOPES_OF_TARGET && s->has_grad && !live; i++)
+            live = y->grad[t * SLOPES_OF_TARGET + i] != 0;
         if (!live || !judge_usable(s, t)) continue;
         const int same = same_as(s, r, t, least);
         p->next[t] = p->group[same];
@@ -394,180 +398,277 @@ static void match_row(const search *s, piece *p, row_logs *logs, bool measure) {
     match_predictions(s, p, logs);
 }
 
-/* ---- beside what is expected ---- */
+/* ---- beside one contract ---- */
 
-static void compare_value(const search *s, piece *p) {
-    const judge *j = s->j;
-    judge_row *r = &p->r;
-    const int64_t n = r->n;
-    double *target = r->a[0], *unit = r->a[1], *got = r->a[2], *log_p = r->a[3], *zero = r->a[4];
-    const cg_contract *c = &s->expected;
-    const bool counts = r->real || (r->segment >= 0 && (c->faults & CG_FAULT_PADDING_IN_LOSS));
-    const cg_contract_row row = judge_contract_row(j, r, c->value[CG_AXIS_SCORES]);
-    if (r->segment < 0) return;
-    if (counts && s->has_value) {
-        cg_contract_target(c, &row, target, r->heads);
-        cg_contract_log_predict(c, &row, log_p);
-    } else {
-        memset(target, 0, (size_t)n * sizeof *target);
-        memset(log_p, 0, (size_t)n * sizeof *log_p);
-    }
-    if (s->has[Q_TARGET]) {
-        cg_dump_columns(j->d, CG_DUMP_TARGET, r->t, n, got);
-        target_units(s, r, c, target, unit);
-        judge_compare(j, &p->stats[Q_TARGET], r->segment, r->position, r->t, n, 0, got, target, unit);
-        for (int64_t i = 0; !r->real && i < n; i++)
-            if (got[i] != 0) {
-                p->padding_value++;
-                break;
-            }
-    }
-    for (int q = Q_LOG_PREDICT; q <= Q_PREDICT; q++) {
-        if (!s->has[q]) continue;
-        read_logs(s, r, judge_quantity[q].id, got);
-        if (counts)
-            expected_log_units(s, r, c, judge_quantity[q].id, log_p, unit);
-        else
-            memset(unit, 0, (size_t)n * sizeof *unit);
-        for (int64_t i = 0; i < n; i++)
-            zero[i] = !counts ? 0 : q == Q_LOG_PREDICT ? log_p[i] : in_support(r, c, i) ? exp(log_p[i]) : 0;
-        judge_compare(j, &p->stats[q], r->segment, r->position, r->t, n, 0, got, zero, unit);
-    }
-    if (s->has[Q_KL]) {
-        const double kl = counts && n ? cg_contract_kl(c, &row, target, log_p) : 0;
-        const double u = n ? kl_unit(s, r, c, kl, target, log_p, CG_DUMP_KL) : 0;
-        cg_dump_row(j->d, CG_DUMP_KL, r->t, got);
-        judge_compare(j, &p->stats[Q_KL], r->segment, r->position, r->t, 1, 0, got, &kl, &u);
-        p->padding_value += !r->real && got[0] != 0;
-        p->empty_value += r->real && !n && got[0] != 0;
-    }
-    if (!r->real) /* what padding would add to the loss */
-        for (int i = 0; i < s->n_list; i++) {
-            const listed *l = &s->list[i];
-            const cg_contract k = contract_of(l->target, l->kl, l->form);
-            const cg_contract_row padded = judge_contract_row(j, r, l->form);
-            double kl;
-            if (!n) continue;
-            cg_contract_row_eval(&k, &padded, target, NULL, NULL, &kl, r->heads);
-            p->list[i].padding += kl;
-        }
+double judge_loss_of(const search *s, const loss_sums *l, const cg_contract *c) {
+    const double f =
+        cg_contract_value_factor(c, &s->j->counts, s->j->d->coeff, 1); /* each row by its own segment */
+    if (c->value[CG_AXIS_REDUCTION] == CG_REDUCTION_IS_MEAN_OF_MEANS) return f * l->of_means;
+    return f * (l->sum + (c->faults & CG_FAULT_PADDING_IN_LOSS ? l->padding : 0));
 }
 
-static void compare_gradient(const search *s, piece *p) {
+double judge_loss_noise(const search *s, const loss_sums *l, const cg_contract *c) {
+    const double f = fabs(cg_contract_value_factor(c, &s->j->counts, s->j->d->coeff, 1));
+    const bool means = c->value[CG_AXIS_REDUCTION] == CG_REDUCTION_IS_MEAN_OF_MEANS;
+    return f * sqrt(means ? l->noise_of_means : l->noise) + 4 * F32 * fabs(judge_loss_of(s, l, c));
+}
+
+static bool row_counts(const judge_row *r, const cg_contract *c) {
+    return r->real || (r->segment >= 0 && (c->faults & CG_FAULT_PADDING_IN_LOSS));
+}
+
+/* Target, predictions and kl of the row. */
+static void make_values(const search *s, piece *p, const cg_contract *c, row_values *v) {
+    judge_row *r = &p->r;
+    const int64_t n = r->n;
+    const cg_contract_row row = judge_contract_row(s->j, r, c->value[CG_AXIS_SCORES]);
+    v->counts = n > 0 && row_counts(r, c) && judge_usable(s, target_of(c));
+    v->kl = v->kl_noise = 0;
+    if (!v->counts) return;
+    cg_contract_target(c, &row, v->target, r->heads);
+    target_noises(s, r, c, v->target, v->target_noise);
+    if (!s->j->has_scores || !cg_contract_log_predict(c, &row, v->log_p)) return;
+    log_noises(s, r, c, false, v->log_p, v->log_noise);
+    log_noises(s, r, c, true, v->log_p, v->predict_noise);
+    for (int64_t i = 0; i < n; i++) v->predict[i] = in_support(r, c, i) ? exp(v->log_p[i]) : 0;
+    const double weight = cg_contract_row_weight(c, &row), kl = cg_contract_kl(c, &row, v->target, v->log_p);
+    v->kl = weight * kl;
+    v->kl_noise = weight * kl_noise(s, r, c, kl, v->target, v->log_p);
+}
+
+/* Gradients of the row, with their factor; those of the keys are added up. */
+static void make_gradients(const search *s, piece *p, const cg_contract *c, row_values *v) {
     const judge *j = s->j;
     const cg_dump *d = j->d;
     judge_row *r = &p->r;
     const int64_t n = r->n, G = d->Hi, E = d->Di;
-    double *target = r->a[0], *log_p = r->a[3], *dscores = r->a[6], *noise = r->a[7];
     const double coeff = isnan(d->coeff) ? 1 : d->coeff;
-    for (int which = 0; which < (s->n_grad_k ? s->n_grad_k : 1); which++) {
-        const cg_contract *c = s->n_grad_k ? &s->grad_k[which] : &s->expected;
-        const bool counts = n > 0 && (r->real || (r->segment >= 0 && (c->faults & CG_FAULT_PADDING_IN_LOSS)));
-        const cg_contract_row row = judge_contract_row(j, r, c->value[CG_AXIS_SCORES]);
-        const double f = counts ? cg_contract_grad_factor(c, &j->counts, coeff, d->real[r->segment]) : 0;
-        memset(p->e, 0, (size_t)(G + G * E) * sizeof *p->e);
-        memset(p->unit, 0, (size_t)(G + G * E) * sizeof *p->unit);
-        if (counts) {
-            cg_contract_target(c, &row, target, r->heads);
-            if (cg_contract_log_predict(c, &row, log_p)) {
-                gradient(s, p, c, target, log_p, s->has[Q_GRAD_Q] && which == 0, dscores, noise);
-                if (p->dk[which]) {
-                    double *dk = p->dk[which] + j->key0[r->segment] * E;
-                    for (int64_t i = 0; i < n; i++) dscores[i] *= f;
-                    const cg_contract_index index = {.n_heads = G,
-                                                     .head_dim = E,
-                                                     .n_keys = n,
-                                                     .q = r->qi,
-                                                     .w = r->w,
-                                                     .dots = r->dots,
-                                                     .k = j->ki + j->key0[r->segment] * E};
-                    cg_contract_index_grad(c, &index, dscores, NULL, NULL, dk);
-                    const bool leak =
-                        c->value[CG_AXIS_SCORES] == CG_SCORES_ARE_LINEAR || (c->faults & CG_FAULT_RELU_LEAK);
-                    if (which == s->n_grad_k - 1) { /* rounding of each key's sum, as one number */
-                        double *u = p->dk_noise + j->key0[r->segment];
-                        const double dot_noise = judge_dot_noise(j, r, j->rounding[CG_DUMP_GRAD_K_INDEXER]);
-                        for (int64_t g = 0; g < G; g++) {
-                            double most = 0;
-                            for (int64_t i = 0; i < E; i++) most = fmax(most, fabs(r->qi[g * E + i]));
-                            most *= fabs(r->w[g]);
-                            for (int64_t i = 0; i < n; i++) {
-                                const double x = r->dots[g * n + i];
-                                if (leak || x > -dot_noise) u[i] += most * fabs(f) * noise[i];
-                                if (fabs(x) <= 8 * dot_noise) u[i] += most * fabs(dscores[i]);
-                            }
-                        }
-                    }
-                }
-            }
+    const cg_contract_row row = judge_contract_row(j, r, c->value[CG_AXIS_SCORES]);
+    double *target = r->a[0], *log_p = r->a[3], *dscores = r->a[6], *dnoise = r->a[7];
+    memset(v->e, 0, (size_t)(G + G * E) * sizeof *v->e);
+    memset(v->noise, 0, (size_t)(G + G * E) * sizeof *v->noise);
+    if (n < 1 || !row_counts(r, c) || !judge_usable(s, target_of(c))) return;
+    cg_contract_target(c, &row, target, r->heads);
+    if (!cg_contract_log_predict(c, &row, log_p)) return;
+    const double f = cg_contract_grad_factor(c, &j->counts, coeff, d->real[r->segment]);
+    gradient(s, r, c, target, log_p, s->has[Q_GRAD_Q], dscores, dnoise, v->e, v->noise);
+    for (int64_t i = 0; i < G + G * E; i++) v->e[i] *= f, v->noise[i] *= fabs(f);
+    if (!v->dk) return;
+    for (int64_t i = 0; i < n; i++) dscores[i] *= f;
+    const cg_contract_index index = {.n_heads = G,
+                                     .head_dim = E,
+                                     .n_keys = n,
+                                     .q = r->qi,
+                                     .w = r->w,
+                                     .dots = r->dots,
+                                     .k = j->ki + j->key0[r->segment] * E};
+    cg_contract_index_grad(c, &index, dscores, NULL, NULL, v->dk + j->key0[r->segment] * E);
+    /* rounding of each key's sum, as one number */
+    const bool leak = c->value[CG_AXIS_SCORES] == CG_SCORES_ARE_LINEAR || (c->faults & CG_FAULT_RELU_LEAK);
+    const double dot_noise = judge_dot_noise(j, r);
+    double *u = v->dk_noise + j->key0[r->segment];
+    for (int64_t g = 0; g < G; g++) {
+        double most = 0;
+        for (int64_t i = 0; i < E; i++) most = fmax(most, fabs(r->qi[g * E + i]));
+        most *= fabs(r->w[g]);
+        for (int64_t i = 0; i < n; i++) {
+            const double x = r->dots[g * n + i];
+            if (leak || x > -dot_noise) u[i] += most * (fabs(f) * dnoise[i] + 4 * F32 * fabs(dscores[i]));
+            if (fabs(x) <= 8 * dot_noise) u[i] += most * fabs(dscores[i]);
         }
-        if (which > 0) continue;
-        read_gradient(s, p);
-        for (int64_t i = s->has[Q_GRAD_W] ? 0 : G; s->has_grad && i < G + (s->has[Q_GRAD_Q] ? G * E : 0); i++) {
-            p->sum_fg += p->e[i] * p->got[i];
-            p->sum_ff += p->e[i] * p->e[i];
-        }
-        for (int64_t i = 0; i < G + G * E; i++) {
-            p->e[i] *= f;
-            p->unit[i] *= fabs(f);
-        }
-        if (s->has[Q_GRAD_W])
-            judge_compare(j, &p->stats[Q_GRAD_W], r->segment, r->position, r->t, G, 1, p->got, p->e, p->unit);
-        if (s->has[Q_GRAD_Q])
-            judge_compare(j, &p->stats[Q_GRAD_Q], r->segment, r->position, r->t, G * E, E, p->got + G, p->e + G,
-                          p->unit + G);
-        bool some = false;
-        for (int64_t i = s->has[Q_GRAD_W] ? 0 : G; s->has_grad && i < (s->has[Q_GRAD_Q] ? G + G * E : G); i++)
-            some |= p->got[i] != 0;
-        p->padding_grad += some && !r->real && r->segment >= 0;
-        p->empty_grad += some && r->real && n == 0;
     }
+}
+
+/* Two wants beside each other; with a free factor, after the best one. Of independent numbers, at most as many tell
+ * them apart as elements lie apart by more than both roundings, each by as many bits as it lies beyond. */
+static void tell(telling *to, const judge *j, cg_dump_id id, int64_t n, const double *a, const double *a_noise,
+                 const double *b, const double *b_noise, bool free_factor, int64_t independent) {
+    double f = 1, ab = 0, bb = 0, bits = 0;
+    int64_t count = 0;
+    for (int64_t i = 0; free_factor && i < n; i++) ab += a[i] * b[i], bb += b[i] * b[i];
+    if (free_factor) f = bb > 0 ? ab / bb : 0;
+    for (int64_t i = 0; i < n; i++) {
+        const double unit = judge_unit(j, id, j->level[id], a[i], a_noise[i]) +
+                            judge_unit(j, id, j->level[id], f * b[i], fabs(f) * b_noise[i]);
+        const double times = fabs(a[i] - f * b[i]) / (j->allowed * unit);
+        if (!(times > 1)) continue;
+        bits += fmin(log2(times), 30);
+        count++;
+    }
+    const int64_t numbers = count < independent ? count : independent;
+    if (numbers < 1) return;
+    to->rows++;
+    to->numbers += numbers;
+    to->bits += bits * (double)numbers / (double)count;
+}
+
+/* Independent numbers in a row's distribution. */
+static int64_t numbers_of(const judge_row *r, const cg_contract *c) {
+    const bool dense = c->value[CG_AXIS_SUPPORT] == CG_SUPPORT_IS_DENSE;
+    const int64_t n = dense ? r->n : r->n_selected[c->value[CG_AXIS_SCORES]];
+    return n > 1 ? n - 1 : 0;
+}
+
+static bool holds(const double *x, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        if (x[i] != 0) return true;
+    return false;
+}
+
+static void compare_values(const search *s, piece *p, const compared *than) {
+    const judge *j = s->j;
+    judge_row *r = &p->r;
+    compared *out = &p->c;
+    row_values *v = p->v;
+    const int64_t n = r->n;
+    double *got = r->a[2];
+    if (r->segment < 0) return;
+    make_values(s, p, &out->value, &v[0]);
+    if (than) make_values(s, p, &than->value, &v[1]);
+    const struct {
+        int q;
+        const double *want[2], *noise[2];
+    } rows[] = {{Q_TARGET, {v[0].target, v[1].target}, {v[0].target_noise, v[1].target_noise}},
+                {Q_LOG_PREDICT, {v[0].log_p, v[1].log_p}, {v[0].log_noise, v[1].log_noise}},
+                {Q_PREDICT, {v[0].predict, v[1].predict}, {v[0].predict_noise, v[1].predict_noise}}};
+    const bool both = than && v[0].counts && v[1].counts && r->real;
+    for (int i = 0; i < 3; i++) {
+        const cg_dump_id id = judge_quantity[rows[i].q].id;
+        if (!s->has[rows[i].q]) continue;
+        read_logs(s, r, id, got);
+        if (!r->real) { /* what a padding row holds matters where it reaches loss or gradient */
+            out->padding_value += rows[i].q == Q_TARGET && holds(got, n);
+            continue;
+        }
+        if (!v[0].counts) continue;
+        judge_compare(j, id, &out->stats[rows[i].q], r->segment, r->position, r->t, n, 0, got, rows[i].want[0],
+                      rows[i].noise[0]);
+        if (both)
+            tell(&out->tells[rows[i].q], j, id, n, rows[i].want[0], rows[i].noise[0], rows[i].want[1],
+                 rows[i].noise[1], false, numbers_of(r, &out->value));
+    }
+    if (s->has[Q_KL]) {
+        cg_dump_row(j->d, CG_DUMP_KL, r->t, got);
+        out->padding_value += !r->real && got[0] != 0;
+        out->empty_value += r->real && !n && got[0] != 0;
+        if (r->real && (n > 0 || !than)) /* rows that see nothing are looked at beside the expected alone */
+            judge_compare(j, CG_DUMP_KL, &out->stats[Q_KL], r->segment, r->position, r->t, 1, 0, got, &v[0].kl,
+                          &v[0].kl_noise);
+        if (both)
+            tell(&out->tells[Q_KL], j, CG_DUMP_KL, 1, &v[0].kl, &v[0].kl_noise, &v[1].kl, &v[1].kl_noise, false,
+                 1);
+    }
+    if (r->real) {
+        add_loss(&out->sums, v[0].kl, v[0].kl_noise, j->d->real[r->segment]);
+        out->numbers += v[0].counts ? numbers_of(r, &out->value) : 0;
+    } else if (n > 0) { /* what padding would add to the loss */
+        cg_contract padded = out->value;
+        padded.faults |= CG_FAULT_PADDING_IN_LOSS;
+        make_values(s, p, &padded, &v[1]);
+        out->sums.padding += v[1].kl;
+    }
+}
+
+static void compare_gradients(const search *s, piece *p, const compared *than, bool free_factor) {
+    const judge *j = s->j;
+    const int64_t G = j->d->Hi, E = j->d->Di;
+    const struct {
+        int q;
+        int64_t from, n, per_head;
+    } parts[] = {{Q_GRAD_W, 0, G, 1}, {Q_GRAD_Q, G, G * E, E}};
+    judge_row *r = &p->r;
+    compared *out = &p->c;
+    bool some = false;
+    make_gradients(s, p, &out->gradient, &p->v[0]);
+    if (than) make_gradients(s, p, &than->gradient, &p->v[1]);
+    read_gradient(s, p);
+    for (int i = 0; i < 2; i++) {
+        const cg_dump_id id = judge_quantity[parts[i].q].id;
+        const double *got = p->got + parts[i].from, *want = p->v[0].e + parts[i].from,
+                     *noise = p->v[0].noise + parts[i].from;
+        if (!s->has[parts[i].q]) continue;
+        some |= holds(got, parts[i].n);
+        if (r->n < 1 && r->real && than) continue;
+        judge_compare(j, id, &out->stats[parts[i].q], r->segment, r->position, r->t, parts[i].n,
+                      parts[i].per_head, got, want, noise);
+        int64_t numbers = numbers_of(r, &out->gradient) - free_factor;
+        numbers = numbers < parts[i].n ? numbers : parts[i].n;
+        if (than && r->n > 0)
+            tell(&out->tells[parts[i].q], j, id, parts[i].n, want, noise, p->v[1].e + parts[i].from,
+                 p->v[1].noise + parts[i].from, free_factor, numbers);
+    }
+    out->padding_grad += some && !r->real && r->segment >= 0;
+    out->empty_grad += some && r->real && r->n == 0;
 }
 
 /* ---- passes over rows ---- */
 
-static bool piece_new(const search *s, piece *p, const tables *from) {
+static bool piece_new(const search *s, piece *p, bool with_keys) {
     const cg_dump *d = s->j->d;
-    const size_t n = (size_t)(d->Hi + d->Hi * d->Di) + 1, keys = (size_t)s->j->key0[d->B] + 1;
+    const size_t wide = (size_t)(d->Hi + d->Hi * d->Di) + 1, n = (size_t)d->N + 1,
+                 keys = (size_t)s->j->key0[d->B] + 1;
     memset(p, 0, sizeof *p);
-    judge_stat_init(p->stats, QUANTITIES);
+    judge_stat_init(p->c.stats, QUANTITIES);
     if (!judge_row_new(s->j, &p->r)) return false;
+    const size_t dk = with_keys ? keys * (size_t)(d->Di + 1) : 0;
+    double *x = p->block = calloc(3 * wide + 2 * (6 * n + 2 * wide + dk), sizeof *x);
     p->tables = malloc(sizeof *p->tables);
-    p->e = calloc(3 * n, sizeof *p->e);
-    if (!p->tables || !p->e) return false;
-    p->unit = p->e + n;
-    p->got = p->unit + n;
-    *p->tables = *from;
+    if (!x || !p->tables) return false;
+    p->e = x, x += wide;
+    p->noise = x, x += wide;
+    p->got = x, x += wide;
+    for (int i = 0; i < 2; i++) {
+        row_values *v = &p->v[i];
+        double **const rows[] = {&v->target,    &v->target_noise, &v->log_p,
+                                 &v->log_noise, &v->predict,      &v->predict_noise};
+        for (int k = 0; k < 6; k++, x += n) *rows[k] = x;
+        v->e = x, x += wide;
+        v->noise = x, x += wide;
+        if (!with_keys) continue;
+        v->dk = x, x += keys * (size_t)d->Di;
+        v->dk_noise = x, x += keys;
+    }
+    *p->tables = *s->start;
     memcpy(p->list, s->list, sizeof p->list);
-    for (int i = 0; i < s->n_grad_k; i++)
-        if (!(p->dk[i] = calloc(keys * (size_t)d->Di, sizeof(double)))) return false;
-    return !s->n_grad_k || (p->dk_noise = calloc(keys, sizeof(double))) != NULL;
+    return true;
 }
 
 static void piece_free(piece *p) {
     judge_row_free(&p->r);
     free(p->tables);
-    free(p->e);
-    free(p->dk[0]);
-    free(p->dk[1]);
-    free(p->dk_noise);
+    free(p->block);
 }
 
-static void one_row(const search *s, piece *p, int64_t t, bool match, bool compare, bool measure) {
-    const judge *j = s->j;
+static void place_row(const search *s, piece *p, int64_t t) {
+    judge_row_place(s->j, &p->r, t);
+    if (p->r.segment < 0) return;
+    judge_row_scores(s->j, &p->r);
+    judge_row_attention(s->j, &p->r);
+}
+
+/* What a padding row would add to the listed losses. */
+static void add_padding(const search *s, piece *p) {
     judge_row *r = &p->r;
-    judge_row_place(j, r, t);
-    if (r->segment >= 0) {
-        judge_row_scores(j, r);
-        judge_row_attention(j, r);
+    for (int i = 0; i < s->n_list; i++) {
+        listed *l = &p->list[i];
+        const cg_contract c = contract_of(l->target, l->kl, l->form, l->weight);
+        const cg_contract_row row = judge_contract_row(s->j, r, l->form);
+        double kl;
+        cg_contract_row_eval(&c, &row, r->a[0], NULL, NULL, &kl, r->heads);
+        l->sums.padding += kl;
     }
-    if (match && r->real && r->n > 0) {
-        row_logs logs = {.at = {{r->a[4], r->a[5]}, {r->x[1], r->x[2]}}};
+}
+
+static void match_at(const search *s, piece *p, int64_t t, bool measure) {
+    judge_row *r = &p->r;
+    row_logs logs = {.at = {{r->a[4], r->a[5]}, {r->x[1], r->x[2]}}};
+    const bool real = cg_dump_is_real(s->j->d, t);
+    if (!cg_dump_visible(s->j->d, t) || (!real && !s->n_list)) return;
+    place_row(s, p, t);
+    if (real)
         match_row(s, p, &logs, measure);
-    }
-    if (!compare) return;
-    compare_value(s, p);
-    if ((s->has_grad || s->has[Q_GRAD_K]) && j->has_dots && j->has_logits) compare_gradient(s, p);
+    else
+        add_padding(s, p);
 }
 
 static void keep_common(tables *to, const tables *from) {
@@ -577,12 +678,30 @@ static void keep_common(tables *to, const tables *from) {
     for (int i = 0; i < GRADS; i++) to->grad[i] &= from->grad[i];
 }
 
-/* The rows of a sample: spread out, and the ones with most keys among them. One after the other: each drops what the
- * next need not look at. */
+static void add_sums(loss_sums *to, const loss_sums *from) {
+    to->sum += from->sum, to->noise += from->noise, to->padding += from->padding;
+    to->of_means += from->of_means, to->noise_of_means += from->noise_of_means;
+}
+
+void judge_search_reset(search *s) {
+    for (int t = 0; t < TARGETS; t++) {
+        const bool there = judge_usable(s, t), weighed = there && judge_weighable(t);
+        for (int i = 0; i < FORMS; i++) s->start->target[t * FORMS + i] = there;
+        for (int i = 0; i < KLS * FORMS * WEIGHTS; i++)
+            s->start->kl[t * KLS * FORMS * WEIGHTS + i] = i % WEIGHTS ? weighed : there;
+        for (int i = 0; i < SLOPES_OF_TARGET; i++)
+            s->start->grad[t * SLOPES_OF_TARGET + i] =
+                (i / EXTRAS % WEIGHTS ? weighed : there) ? DIRECTION | ALL_FACTORS : 0;
+    }
+    memset(s->start->predict, 1, sizeof s->start->predict);
+    s->n_list = 0;
+    memset(s->first_listed, 0, sizeof s->first_listed);
+}
+
 bool judge_search_sample(search *s, double *distance, int *n_measured) {
     const cg_dump *d = s->j->d;
     piece *p = malloc(sizeof *p);
-    const bool ok = p && piece_new(s, p, s->start);
+    const bool ok = p && piece_new(s, p, false);
     const int64_t rows = s->j->counts.visible, step = rows / SAMPLE + 1;
     int64_t seen = 0;
     for (int64_t t = 0; ok && t < d->T; t++) {
@@ -590,7 +709,7 @@ bool judge_search_sample(search *s, double *distance, int *n_measured) {
         seen++;
         if (seen != rows && (rows - seen) % step) continue;
         if (distance && *n_measured == MEASURED) break;
-        one_row(s, p, t, true, false, distance != NULL);
+        match_at(s, p, t, distance != NULL);
         if (distance) ++*n_measured;
     }
     if (ok && distance) memcpy(distance, p->distance, sizeof p->distance);
@@ -600,48 +719,91 @@ bool judge_search_sample(search *s, double *distance, int *n_measured) {
     return ok;
 }
 
-/* Every row: what is left of the tables, errors beside the expected, sums. */
-bool judge_search_all(search *s, result *out, bool match, bool compare) {
+bool judge_search_all(search *s) {
     const cg_dump *d = s->j->d;
     piece *pieces = calloc(JUDGE_CHUNKS, sizeof *pieces);
     bool ok = pieces != NULL;
 #pragma omp parallel for schedule(dynamic, 1) reduction(&& : ok)
     for (int c = 0; c < JUDGE_CHUNKS; c++) {
-        ok = ok && piece_new(s, &pieces[c], s->start);
-        for (int64_t t = c; ok && t < d->T; t += JUDGE_CHUNKS) one_row(s, &pieces[c], t, match, compare, false);
+        ok = ok && piece_new(s, &pieces[c], false);
+        for (int64_t t = c; ok && t < d->T; t += JUDGE_CHUNKS) match_at(s, &pieces[c], t, false);
     }
-    judge_stat_init(out->stats, QUANTITIES);
-    memcpy(out->list, s->list, sizeof out->list);
     for (int c = 0; ok && c < JUDGE_CHUNKS; c++) {
-        piece *p = &pieces[c];
-        keep_common(s->start, p->tables);
-        for (int q = 0; q < QUANTITIES; q++) judge_stat_merge(&out->stats[q], &p->stats[q], s->j->n_worst);
-        for (int i = 0; i < s->n_list; i++) {
-            out->list[i].sum += p->list[i].sum;
-            out->list[i].noise += p->list[i].noise;
-            out->list[i].padding += p->list[i].padding;
-            out->list[i].of_means += p->list[i].of_means;
+        keep_common(s->start, pieces[c].tables);
+        for (int i = 0; i < s->n_list; i++) add_sums(&s->list[i].sums, &pieces[c].list[i].sums);
+    }
+    for (int c = 0; pieces && c < JUDGE_CHUNKS; c++) piece_free(&pieces[c]);
+    free(pieces);
+    return ok;
+}
+
+/* The gradient of the keys is a sum over rows: its first piece holds the sums of all. */
+static void compare_keys(const search *s, piece *p, const compared *than, compared *out) {
+    const judge *j = s->j;
+    const cg_dump *d = j->d;
+    const int64_t E = d->Di;
+    double *got = p->e, *noise[2] = {p->noise, p->got}; /* Hi * Di wide, at least Di */
+    for (int64_t b = 0; b < d->B; b++)
+        for (int64_t i = 0; i < d->n_keys[b]; i++) {
+            const int64_t at = j->key0[b] + i;
+            cg_dump_key(d, CG_DUMP_GRAD_K_INDEXER, b, i, got);
+            for (int w = 0; w < (than ? 2 : 1); w++)
+                for (int64_t k = 0; k < E; k++) noise[w][k] = p->v[w].dk_noise[at];
+            judge_compare(j, CG_DUMP_GRAD_K_INDEXER, &out->stats[Q_GRAD_K], b, i, at, E, 0, got,
+                          p->v[0].dk + at * E, noise[0]);
+            if (than)
+                tell(&out->tells[Q_GRAD_K], j, CG_DUMP_GRAD_K_INDEXER, E, p->v[0].dk + at * E, noise[0],
+                     p->v[1].dk + at * E, noise[1], false, 1);
         }
-        out->padding_value += p->padding_value;
-        out->padding_grad += p->padding_grad;
-        out->empty_value += p->empty_value;
-        out->empty_grad += p->empty_grad;
-        out->sum_fg += p->sum_fg;
-        out->sum_ff += p->sum_ff;
-        const int64_t keys = s->j->key0[d->B];
-        for (int i = 0; i < s->n_grad_k; i++) {
-            if (c == 0) {
-                out->dk[i] = p->dk[i];
-                p->dk[i] = NULL;
-            } else {
-                for (int64_t k = 0; k < keys * d->Di; k++) out->dk[i][k] += p->dk[i][k];
-            }
+}
+
+bool judge_search_compare(const search *s, const compared *than, bool free_factor, compared *out) {
+    const judge *j = s->j;
+    const cg_dump *d = j->d;
+    const bool gradients = (s->has_grad || s->has[Q_GRAD_K]) && j->has_dots && j->has_logits;
+    const cg_contract value = out->value, gradient = out->gradient;
+    piece *pieces = calloc(JUDGE_CHUNKS, sizeof *pieces);
+    bool ok = pieces != NULL;
+    *out = (compared){.value = value, .gradient = gradient};
+    judge_stat_init(out->stats, QUANTITIES);
+#pragma omp parallel for schedule(dynamic, 1) reduction(&& : ok)
+    for (int c = 0; c < JUDGE_CHUNKS; c++) {
+        ok = ok && piece_new(s, &pieces[c], s->has[Q_GRAD_K]);
+        if (!ok) continue;
+        pieces[c].c.value = value, pieces[c].c.gradient = gradient;
+        for (int64_t t = c; t < d->T; t += JUDGE_CHUNKS) {
+            place_row(s, &pieces[c], t);
+            compare_values(s, &pieces[c], than);
+            if (gradients) compare_gradients(s, &pieces[c], than, free_factor);
         }
-        if (s->n_grad_k && c == 0) {
-            out->dk_noise = p->dk_noise;
-            p->dk_noise = NULL;
-        } else if (s->n_grad_k) {
-            for (int64_t k = 0; k < keys; k++) out->dk_noise[k] += p->dk_noise[k];
+    }
+    for (int c = 0; ok && c < JUDGE_CHUNKS; c++) {
+        const compared *from = &pieces[c].c;
+        for (int q = 0; q < QUANTITIES; q++) {
+            judge_stat_merge(&out->stats[q], &from->stats[q], j->n_worst);
+            out->tells[q].rows += from->tells[q].rows;
+            out->tells[q].numbers += from->tells[q].numbers;
+            out->tells[q].bits += from->tells[q].bits;
+        }
+        add_sums(&out->sums, &from->sums);
+        out->numbers += from->numbers;
+        out->padding_value += from->padding_value, out->padding_grad += from->padding_grad;
+        out->empty_value += from->empty_value, out->empty_grad += from->empty_grad;
+        for (int w = 0; c > 0 && s->has[Q_GRAD_K] && w < 2; w++) {
+            const int64_t keys = j->key0[d->B];
+            for (int64_t k = 0; k < keys * d->Di; k++) pieces[0].v[w].dk[k] += pieces[c].v[w].dk[k];
+            for (int64_t k = 0; k < keys; k++) pieces[0].v[w].dk_noise[k] += pieces[c].v[w].dk_noise[k];
+        }
+    }
+    if (ok && s->has[Q_GRAD_K] && gradients) compare_keys(s, &pieces[0], than, out);
+    if (ok && s->has[Q_LOSS]) {
+        const double want = judge_loss_of(s, &out->sums, &value),
+                     noise = judge_loss_noise(s, &out->sums, &value);
+        judge_compare(j, CG_DUMP_LOSS, &out->stats[Q_LOSS], -1, -1, 0, 1, 0, &s->loss, &want, &noise);
+        if (than) {
+            const double other = judge_loss_of(s, &than->sums, &than->value),
+                         other_noise = judge_loss_noise(s, &than->sums, &than->value);
+            tell(&out->tells[Q_LOSS], j, CG_DUMP_LOSS, 1, &want, &noise, &other, &other_noise, false, 1);
         }
     }
     for (int c = 0; pieces && c < JUDGE_CHUNKS; c++) piece_free(&pieces[c]);

@@ -1,4 +1,4 @@
-/* Inside of judge_loss.c: which combinations give the numbers of the rows. */
+/* Inside of judge_loss.c: which combinations give the numbers of the rows, and how the dump stands beside one of them. */
 #ifndef CG_MODELS_JUDGE_SEARCH_H
 #define CG_MODELS_JUDGE_SEARCH_H
 
@@ -11,10 +11,13 @@ enum {
     HEADS = 5,
     TARGETS = TEACHERS * SUPPORTS * NORMALISES * HEADS * 2,
     KLS = 5,
-    FORMS = 2, /* of scores */
-    VALUES = TARGETS * KLS * FORMS,
-    SLOPES = 3,                           /* derivatives: exact, eps, clamp-tiny */
-    GRADS = TARGETS * SLOPES * FORMS * 4, /* predict-minus-target, relu-leak */
+    FORMS = 2,   /* of scores */
+    WEIGHTS = 2, /* of rows */
+    VALUES = TARGETS * KLS * FORMS * WEIGHTS,
+    SLOPES = 3, /* derivatives: exact, eps, clamp-tiny */
+    EXTRAS = 4, /* predict-minus-target, relu-leak */
+    SLOPES_OF_TARGET = SLOPES * FORMS * WEIGHTS * EXTRAS,
+    GRADS = TARGETS * SLOPES_OF_TARGET,
     REDUCTIONS = 6,
     FACTORS = REDUCTIONS * 3 * 2, /* coefficient, sign */
     ZERO_FACTOR = FACTORS,
@@ -44,7 +47,7 @@ static inline int number_of(target_key k) {
            k.underflow;
 }
 
-static inline cg_contract contract_of(int t, int kl, int form) {
+static inline cg_contract contract_of(int t, int kl, int form, int weight) {
     const target_key k = key_of(t);
     cg_contract c = cg_contract_default();
     c.value[CG_AXIS_TEACHER] = k.teacher;
@@ -53,6 +56,7 @@ static inline cg_contract contract_of(int t, int kl, int form) {
     c.value[CG_AXIS_HEADS] = k.heads;
     c.value[CG_AXIS_KL] = kl;
     c.value[CG_AXIS_SCORES] = form;
+    c.value[CG_AXIS_ROW_WEIGHT] = weight;
     if (k.support == 2) c.faults |= CG_FAULT_DENSE_OVER_SPARSE_LSE;
     if (k.underflow) c.faults |= CG_FAULT_TEACHER_UNDERFLOW;
     return c;
@@ -65,13 +69,23 @@ static inline int target_of(const cg_contract *c) {
         c->value[CG_AXIS_NORMALISE], c->value[CG_AXIS_HEADS], (c->faults & CG_FAULT_TEACHER_UNDERFLOW) != 0});
 }
 
-static inline int value_number(int t, int kl, int form) { return (t * KLS + kl) * FORMS + form; }
-static inline int grad_number(int t, int slope, int form, int extra) {
-    return ((t * SLOPES + slope) * FORMS + form) * 4 + extra;
+static inline int value_number(int t, int kl, int form, int weight) {
+    return ((t * KLS + kl) * FORMS + form) * WEIGHTS + weight;
+}
+static inline int grad_number(int t, int slope, int form, int weight, int extra) {
+    return (((t * SLOPES + slope) * FORMS + form) * WEIGHTS + weight) * EXTRAS + extra;
 }
 static inline int slope_of(int kl) { return kl == CG_KL_IS_EPS ? 1 : kl == CG_KL_IS_CLAMP_TINY ? 2 : 0; }
 static inline int kl_of_slope(int slope) {
     return slope == 1 ? CG_KL_IS_EPS : slope == 2 ? CG_KL_IS_CLAMP_TINY : CG_KL_IS_EXACT;
+}
+
+/* The contract of a gradient but for its factor. */
+static inline cg_contract gradient_contract(int t, int slope, int form, int weight, int extra) {
+    cg_contract c = contract_of(t, kl_of_slope(slope), form, weight);
+    if (extra & 1) c.faults |= CG_FAULT_PREDICT_MINUS_TARGET;
+    if (extra & 2) c.faults |= CG_FAULT_RELU_LEAK;
+    return c;
 }
 
 static inline cg_contract with_factor(cg_contract c, int f) {
@@ -90,15 +104,19 @@ static inline cg_contract with_factor(cg_contract c, int f) {
 
 typedef struct tables {
     unsigned char target[TARGETS * FORMS], predict[2][FORMS], kl[VALUES];
-    uint64_t grad[GRADS]; /* bits: factors; DIRECTION: fits up to some factor */
+    uint64_t grad[GRADS]; /* bits: factors; DIRECTION: fits up to some factor of the row */
 } tables;
 
-/* Sums over rows for one listed contract. */
+/* Sums over rows: of kl over real rows, of its variance, over padding, of kl / real rows of the segment, and the
+ * variance of that. */
+typedef struct loss_sums {
+    double sum, noise, padding, of_means, noise_of_means;
+} loss_sums;
+
+/* ... for one listed contract. */
 typedef struct listed {
-    int target, kl, form;
-    double sum, noise, padding,
-        of_means; /* of kl over real rows; its variance; over padding; sum of kl / real rows of
-                                             the segment */
+    int target, kl, form, weight;
+    loss_sums sums;
 } listed;
 
 enum { Q_TARGET, Q_LOG_PREDICT, Q_PREDICT, Q_KL, Q_LOSS, Q_GRAD_Q, Q_GRAD_W, Q_GRAD_K, QUANTITIES };
@@ -117,27 +135,47 @@ typedef struct search {
     listed list[LISTED];
     int n_list, first_listed[TARGETS + 1]; /* the list is sorted by target */
     double loss;                           /* the dump's */
-    cg_contract grad_k[2];                 /* contracts whose k gradient is summed: expected, found */
-    int n_grad_k;
+    double gradient_factor; /* 1; what all gradients have beside those of their contract, once found */
 } search;
 
-typedef struct result {
+/* What a quantity says for one contract and against another: rows in which they lie apart by more than both their
+ * roundings, the independent numbers in those, and how improbable it is that they fit by chance, in bits. */
+typedef struct telling {
+    int64_t rows, numbers;
+    double bits;
+} telling;
+
+/* The dump beside one contract for values and one for gradients. */
+typedef struct compared {
+    cg_contract value, gradient;
     judge_stat stats[QUANTITIES];
-    listed list[LISTED];
-    double *dk[2],
-        *dk_noise; /* [keys, Di] gradients of k_indexer, [keys] what rounding may change; freed by the caller */
+    telling tells[QUANTITIES]; /* against `than` of judge_search_compare */
+    int64_t numbers;           /* independent numbers that the quantities hold in all */
+    loss_sums sums;
     int64_t padding_value, padding_grad; /* padding rows that hold something */
     int64_t empty_value, empty_grad;     /* real rows that see no key and hold something, NaN too */
-    double sum_fg, sum_ff;               /* of gradients along the expected direction */
-} result;
+} compared;
 
-bool judge_usable(const search *s, int target); /* the dump has what its denominator needs */
+bool judge_usable(const search *s,
+                  int target);    /* the dump has what its denominator needs, and heads to share out */
+bool judge_weighable(int target); /* the weight of rows can differ from 1 */
+
+/* Everything is possible again. */
+void judge_search_reset(search *s);
 
 /* The rows of a sample: spread out, and the last one with keys among them. One after the other: each drops what the
  * next need not look at. With `distance` [TARGETS], nothing is dropped: how far targets are, over a few rows. */
 bool judge_search_sample(search *s, double *distance, int *n_measured);
 
-/* Every row: what is left of the tables, errors beside the expected, sums. */
-bool judge_search_all(search *s, result *out, bool match, bool compare);
+/* Every row: what is left of the tables, sums of the listed losses. */
+bool judge_search_all(search *s);
+
+/* Beside value and gradient in *out; `than`: what tells holds them against, NULL: nothing. free_factor: gradients may
+ * have a common factor, and tell only what that leaves. False: out of memory. */
+bool judge_search_compare(const search *s, const compared *than, bool free_factor, compared *out);
+
+/* The loss that the sums give, and what rounding changes in it. */
+double judge_loss_of(const search *s, const loss_sums *sums, const cg_contract *c);
+double judge_loss_noise(const search *s, const loss_sums *sums, const cg_contract *c);
 
 #endif

@@ -25,7 +25,7 @@ typedef struct cg_quantity {
     const char *name;
     const char *tensor; /* as in the file */
     bool ok;
-    bool unsure;        /* not ok, but arithmetic coarser than its type explains it, and nothing shows which it was */
+    bool unsure; /* not ok, but arithmetic coarser than its type explains it, and nothing shows which it was */
     bool unjudged;      /* the dump lacks what is needed: `says` tells what */
     double worst_rel;   /* largest error over largest expected magnitude */
     double worst_units; /* largest error in units of expected rounding */
@@ -41,17 +41,22 @@ enum { CG_QUANTITIES = 24, CG_VERDICT_FAULTS = 24, CG_NOTES = 24 };
 typedef struct cg_verdict {
     bool match;       /* every answer of the dump is judged, and as expected */
     bool cannot_tell; /* nothing is known to differ, but not every answer could be judged */
-    bool identified;  /* contract holds a contract that gives the dump's loss quantities */
+    bool identified;  /* `contract` gives the dump's loss quantities, and enough numbers carry it */
     bool judged_loss; /* target, prediction, kl, loss or gradients were there to judge */
     cg_contract expected, contract, gradient;
     bool gradient_differs; /* the gradients follow `gradient` and not `contract` */
     bool undetermined[CG_AXES];
+    unsigned remaining
+        [CG_AXES]; /* bits: the values of an axis that give the dump's numbers; 0: the axis was not looked at */
+    int64_t numbers, rows; /* independent numbers that the contract rests on, and the rows that hold them */
+    int64_t n_fit;         /* contracts that fit where too few numbers name one; 0: does not apply */
+    double factor;         /* of all indexer gradients against their contract: 1 */
     char faults[CG_VERDICT_FAULTS][48];
     int n_faults;
     cg_quantity quantities[CG_QUANTITIES];
     int n_quantities;
     char sentence[1200];
-    char tell_apart[CG_AXES][200]; /* for an undetermined axis: what to dump instead */
+    char tell_apart[CG_AXES][400]; /* for an undetermined axis: what to dump instead */
     char notes[CG_NOTES][240];     /* layout, forms found, what was not judged and why */
     int n_notes;
 } cg_verdict;

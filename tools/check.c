@@ -186,10 +186,16 @@ static json_t *contract_json(const cg_contract *c) {
     return o;
 }
 
+/* The last line. */
+static const char *word_of(const cg_verdict *v) {
+    return v->match ? "match" : v->cannot_tell ? "cannot tell" : "no match";
+}
+
 static void print_json(const cg_verdict *v, int n_rows) {
     json_t *root = json_object(), *undetermined = json_array(), *faults = json_array(),
            *quantities = json_array(), *notes = json_array(), *apart = json_array();
     json_object_set_new(root, "match", json_boolean(v->match));
+    json_object_set_new(root, "verdict", json_string(word_of(v)));
     json_object_set_new(root, "contract", v->judged_loss ? contract_json(&v->contract) : json_object());
     if (v->gradient_differs) json_object_set_new(root, "gradient_contract", contract_json(&v->gradient));
     json_object_set_new(root, "expected", contract_json(&v->expected));
@@ -200,6 +206,22 @@ static void print_json(const cg_verdict *v, int n_rows) {
         json_array_append_new(apart, json_string(v->tell_apart[a]));
     }
     json_object_set_new(root, "undetermined", undetermined);
+    json_t *remaining = json_object();
+    for (int a = 0; a < CG_AXES; a++) {
+        json_t *values = json_array();
+        for (int k = 0; k < cg_axis_count((cg_axis)a); k++)
+            if (v->remaining[a] >> k & 1)
+                json_array_append_new(values, json_string(cg_axis_values((cg_axis)a)[k]));
+        if (json_array_size(values))
+            json_object_set_new(remaining, cg_axis_names[a], values);
+        else
+            json_decref(values);
+    }
+    json_object_set_new(root, "remaining", remaining);
+    json_object_set_new(root, "numbers", json_integer(v->numbers));
+    json_object_set_new(root, "rows", json_integer(v->rows));
+    json_object_set_new(root, "contracts_that_fit", v->n_fit ? json_integer(v->n_fit) : json_null());
+    json_object_set_new(root, "gradient_factor", number(v->factor));
     json_object_set_new(root, "tell_apart", apart);
     for (int i = 0; i < v->n_faults; i++) json_array_append_new(faults, json_string(v->faults[i]));
     json_object_set_new(root, "faults", faults);
@@ -208,6 +230,7 @@ static void print_json(const cg_verdict *v, int n_rows) {
         json_t *o = json_pack("{s:s, s:b}", "name", q->name, "ok", q->ok);
         json_object_set_new(o, "worst_rel", number(q->worst_rel));
         json_object_set_new(o, "worst_units", number(q->worst_units));
+        if (q->unsure || q->unjudged) json_object_set_new(o, q->unsure ? "unsure" : "unjudged", json_true());
         json_object_set_new(o, "first", q->has_first ? difference(&q->first) : json_null());
         json_object_set_new(o, "tensor", q->tensor ? json_string(q->tensor) : json_null());
         json_object_set_new(o, "says", json_string(q->says));
@@ -255,9 +278,13 @@ static void print_text(const cg_verdict *v, const cg_dump *d, int n_rows) {
     for (int i = 0; i < v->n_quantities; i++) {
         const cg_quantity *q = &v->quantities[i];
         table_cell(t, "%s", q->name);
-        table_cell(t, "%.1e", q->worst_rel);
-        table_cell(t, "%.3g", q->worst_units);
-        table_cell(t, "%s", q->ok ? "yes" : "NO");
+        if (q->unjudged) {
+            for (int k = 0; k < 2; k++) table_cell(t, "%s", "");
+        } else {
+            table_cell(t, "%.1e", q->worst_rel);
+            table_cell(t, "%.3g", q->worst_units);
+        }
+        table_cell(t, "%s", q->ok ? "yes" : q->unjudged ? "not judged" : q->unsure ? "cannot tell" : "NO");
         if (q->has_first) {
             place_cells(t, &q->first);
         } else {
@@ -287,7 +314,7 @@ static void print_text(const cg_verdict *v, const cg_dump *d, int n_rows) {
     for (int a = 0; a < CG_AXES; a++)
         if (v->undetermined[a]) printf("cannot tell %s.\n", v->tell_apart[a]);
     for (int i = 0; i < v->n_notes; i++) printf("note: %s.\n", v->notes[i]);
-    puts(v->match ? "match" : "no match");
+    puts(word_of(v));
 }
 
 /* ---- the command ---- */
@@ -312,7 +339,6 @@ int csagrad_check(int argc, char **argv) {
     tool_parse(&argp, argc, argv, a);
 
     cg_verdict_options o = {0};
-    cg_contract expected;
     int64_t n_rows = 0, threads = 0;
     cg_dump *dump = NULL;
     cg_verdict *v = NULL;
@@ -321,10 +347,6 @@ int csagrad_check(int argc, char **argv) {
     ok = ok && (!a->rows || tool_integer("--rows", a->rows, 0, CG_WORST_ROWS, &n_rows, &error));
     ok = ok && (!a->threads || (tool_integer("--threads", a->threads, 1, 1 << 20, &threads, &error) &&
                                 cg_threads_set((int)threads, &error)));
-    if (ok && a->expect && !cg_contract_parse(a->expect, &expected, &error)) {
-        cg_error_at(&error, "--expect");
-        ok = false;
-    }
     int code = CG_OK;
     ok = ok && tool_device_open(&a->device, &error);
     if (ok && a->n_files == 1 &&
@@ -349,9 +371,14 @@ int csagrad_check(int argc, char **argv) {
                                       .index = a->index,
                                       .lse = a->lse};
         o.n_worst = (int)n_rows;
-        o.expected = a->expect ? &expected : NULL;
         dump = cg_dump_open(&from, &error);
-        v = dump ? cg_verdict_make(dump, &o, &error) : NULL;
+        cg_contract expected =
+            dump ? dump->declared : cg_contract_default(); /* for axes that --expect does not name */
+        o.expected = &expected;
+        if (dump && a->expect && !cg_contract_parse_over(a->expect, &expected, &error))
+            cg_error_at(&error, "--expect");
+        else
+            v = dump ? cg_verdict_make(dump, &o, &error) : NULL;
     }
     if (!v) {
         code = tool_failed(argv[0], &error);
