@@ -116,7 +116,7 @@ static bool open_files(cg_dump *d, const cg_dump_options *o, cg_error *error) {
     struct cg_dump_private *own = d->own;
     own->archives = calloc((size_t)o->n_paths + 1, sizeof(cg_archive *));
     if (!own->archives) return cg_fail(error, CG_FAILED, "out of memory for the list of files");
-    int n = 0;
+    int n = o->n_tensors;
     for (int i = 0; i < o->n_paths; i++) {
         if (!(own->archives[i] = cg_archive_open(o->paths[i], error))) return false;
         own->n_archives++;
@@ -135,6 +135,8 @@ static bool open_files(cg_dump *d, const cg_dump_options *o, cg_error *error) {
                                    o->paths[i], cg_shown(t->name).text, o->paths[other]);
             own->list[own->n++] = (found){t->name, o->paths[i], &t->tensor, false};
         }
+    for (int k = 0; k < o->n_tensors; k++)
+        own->list[own->n++] = (found){o->tensors[k].name, "memory", &o->tensors[k].tensor, false};
     return true;
 }
 
@@ -325,7 +327,8 @@ static void read_parts(const cg_dump_array *a, int64_t at, double *out) {
 
 void cg_dump_row(const cg_dump *d, cg_dump_id id, int64_t t, double *out) {
     const cg_dump_array *a = &d->array[id];
-    read_parts(a, t / d->S * a->batch_stride + t % d->S * a->row_stride, out);
+    const int64_t S = d->S > 0 ? d->S : 1; /* without rows, vectors can be read all the same */
+    read_parts(a, t / S * a->batch_stride + t % S * a->row_stride, out);
 }
 
 void cg_dump_key(const cg_dump *d, cg_dump_id id, int64_t segment, int64_t key, double *out) {
@@ -394,6 +397,9 @@ static const number numbers[NUMBERS] = {
 };
 
 static const char *metadata(const cg_dump *d, const char *key) {
+    const cg_dump_options *o = d->own->options;
+    for (int i = 0; i < o->n_metadata; i++)
+        if (!strcmp(o->metadata[i][0], key)) return o->metadata[i][1];
     for (int i = 0; i < d->own->n_archives; i++) {
         const char *text = cg_archive_metadata(d->own->archives[i], key);
         if (text) return text;

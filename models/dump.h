@@ -6,7 +6,7 @@
 #ifndef CG_MODELS_DUMP_H
 #define CG_MODELS_DUMP_H
 
-#include "core/tensor.h"
+#include "core/safetensors.h"
 #include "models/contract.h"
 
 /* The tensors, by the names of the stored vectors. */
@@ -86,6 +86,10 @@ typedef struct cg_dump {
 typedef struct cg_dump_options {
     const char *const *paths;
     int n_paths;
+    const cg_named_tensor *tensors; /* in place of files: arrays in memory, which must outlive the dump */
+    int n_tensors;
+    const char *const (*metadata)[2]; /* ... and what a file's metadata would say */
+    int n_metadata;
     const char *config;               /* JSON file of numbers; NULL: none */
     const char *const (*settings)[2]; /* numbers by name, above the file's: {"ratio", "4"} */
     int n_settings;

@@ -73,6 +73,7 @@ void judge_row_place(const judge *j, judge_row *r, int64_t t) {
     r->real = cg_dump_is_real(d, t);
     r->n = cg_dump_visible(d, t);
     r->n_selected[0] = r->n_selected[1] = 0;
+    r->unclear = false;
 }
 
 /* The width largest of n scores, ties to the lower index, marked. */
@@ -90,6 +91,21 @@ static int64_t mark_largest(const double *scores, int64_t n, int64_t width, int6
     }
     for (int64_t i = 0; i < count; i++) marked[list[i]] = 1;
     return count;
+}
+
+/* Some score lies as near to the cut as arithmetic in bf16 may move it. */
+static bool is_unclear(const judge *j, const judge_row *r) {
+    const double room = 8 * judge_score_noise(j, r) * (judge_rounding[JUDGE_BF16] / judge_rounding[JUDGE_F32]);
+    for (int form = 0; form < 2; form++) {
+        double least = INFINITY, most = -INFINITY; /* of the selected, of the others */
+        for (int64_t i = 0; i < r->n; i++)
+            if (r->selected[form][i])
+                least = fmin(least, r->scores[form][i]);
+            else
+                most = fmax(most, r->scores[form][i]);
+        if (least - most <= room) return true;
+    }
+    return false;
 }
 
 void judge_row_scores(const judge *j, judge_row *r) {
@@ -110,6 +126,10 @@ void judge_row_scores(const judge *j, judge_row *r) {
                 r->scores[1][i] += r->w[g] * x;
             }
         r->largest_dot = largest(r->dots, G * n);
+        for (int64_t i = 0; i < n; i++) /* products that cancel leave their rounding behind */
+            r->largest_dot =
+                fmax(r->largest_dot,
+                     j->ki_largest[(r->segment < 0 ? 0 : j->key0[r->segment]) + i] * largest(r->qi, G * E));
     } else if (j->has_scores && r->segment >= 0) {
         cg_dump_columns(d, CG_DUMP_SCORES, r->t, n, r->scores[0]);
         memcpy(r->scores[1], r->scores[0], (size_t)n * sizeof(double));
@@ -137,6 +157,7 @@ void judge_row_scores(const judge *j, judge_row *r) {
         for (int form = 0; form < 2; form++)
             r->n_selected[form] =
                 mark_largest(r->scores[form], n, d->K < 0 ? n : d->K, r->list, r->selected[form]);
+        r->unclear = is_unclear(j, r);
     }
 }
 
@@ -148,7 +169,8 @@ void judge_row_attention(const judge *j, judge_row *r) {
     const double *k = j->ckv + (r->segment < 0 ? 0 : j->key0[r->segment]) * D;
     for (int64_t i = 0; i < n; i++)
         for (int64_t h = 0; h < H; h++) r->logits[h * n + i] = j->scale * dot(r->q + h * D, k + i * D, D);
-    r->largest_logit = largest(r->logits, H * n);
+    r->largest_logit =
+        fmax(largest(r->logits, H * n), fabs(j->scale) * largest(r->q, H * D) * largest(k, n * D));
     for (int64_t h = 0; h < H; h++) {
         double max = -INFINITY, *e = r->exps + h * n;
         for (int64_t i = 0; i < n; i++) max = r->logits[h * n + i] > max ? r->logits[h * n + i] : max;
@@ -347,7 +369,7 @@ static double error_of(double got, double want) {
 }
 
 double judge_unit(const judge *j, cg_dump_id id, judge_level level, double want, double noise) {
-    const double e = j->stored[id], share = level > JUDGE_F32 ? 0.125 : 1;
+    const double e = j->stored[id], share = level > JUDGE_F32 ? 0.25 : 1;
     const double computed = noise * share * (judge_rounding[level] / judge_rounding[JUDGE_F32]);
     return computed + e * fabs(want) + (noise > 0 ? judge_floor(e) : 0);
 }
@@ -438,7 +460,8 @@ bool judge_factor_of(const judge *j, const judge_stat *const *stats, const cg_du
 /* ---- rows ---- */
 
 void judge_compare(const judge *j, cg_dump_id id, judge_stat *s, int64_t segment, int64_t position, int64_t t,
-                   int64_t n, int64_t per_head, const double *got, const double *want, const double *noise) {
+                   int64_t n, int64_t per_head, const double *got, const double *want, const double *noise,
+                   const double *kink, int64_t independent) {
     const double wide = j->tolerance * (j->tolerance > 0 ? largest(want, n) : 0);
     cg_difference first = {.segment = segment, .position = position, .head = -1}, worst = first;
     bool differs = false, beyond = false;
@@ -447,7 +470,8 @@ void judge_compare(const judge *j, cg_dump_id id, judge_stat *s, int64_t segment
         const double error = error_of(got[i], want[i]);
         double own = 0;
         for (judge_level level = j->own[id]; level < JUDGE_LEVELS; level++) {
-            const double unit = j->tolerance > 0 ? wide : judge_unit(j, id, level, want[i], noise[i]);
+            const double corner = kink && level > JUDGE_F32 ? kink[i] : 0;
+            const double unit = j->tolerance > 0 ? wide : judge_unit(j, id, level, want[i], noise[i]) + corner;
             const double units = units_of(error, unit);
             if (level == j->own[id]) own = units;
             if (!(units <= s->worst_units[level])) s->worst_units[level] = units;
@@ -465,9 +489,9 @@ void judge_compare(const judge *j, cg_dump_id id, judge_stat *s, int64_t segment
         }
         if (own > worst.units) worst = here;
     }
-    s->rows += row.n > 0 || beyond;
+    s->rows += row.n > (n > 1) || beyond; /* one key has all of the mass, whatever the rounding */
     s->beyond += beyond;
-    if (row.n >= 3) {
+    if (row.n >= 3 && independent >= 2) {
         s->free_rows++;
         s->free_beyond += beyond && !has_factor(j, &row);
     }
@@ -517,9 +541,14 @@ judge_outcome judge_outcome_of(const judge *j, cg_dump_id id, const judge_stat *
     if (*level <= free) return JUDGE_SAME;
     if (*level > j->ceiling) return JUDGE_OTHER;
     /* rounding shows in most rows, and not as a factor, neither of all numbers nor row by row */
-    if (s->factor[free].n > 1 && has_factor(j, &s->factor[free])) return JUDGE_OTHER;
-    if (s->rows >= 4 && s->beyond * 4 < s->rows) return JUDGE_OTHER;
-    if (s->free_rows >= 4 && s->free_beyond * 4 < s->free_rows) return JUDGE_OTHER;
+    const judge_factor *factor = &s->factor[free];
+    if (factor->n >= 6 && has_factor(j, factor) &&
+        fmin(fabs(factor->lo - 1), fabs(factor->hi - 1)) > 8 * j->stored[id])
+        return JUDGE_OTHER;
+    if (j->stored[id] <= judge_rounding[JUDGE_F32]) { /* a coarse type hides what most rows were made in */
+        if (s->rows >= 8 && s->beyond * 8 < s->rows) return JUDGE_OTHER;
+        if (s->free_rows >= 8 && s->free_beyond * 8 < s->free_rows) return JUDGE_OTHER;
+    }
     const bool free_enough = s->free_rows ? s->free_beyond >= 2 : s->beyond >= 8;
     return s->beyond >= 3 && free_enough ? JUDGE_SAME : JUDGE_UNSURE;
 }
@@ -532,6 +561,13 @@ cg_quantity *judge_add(judge *j, const char *name, cg_dump_id id, const judge_st
     cg_quantity *q = &v->quantities[v->n_quantities++];
     judge_level level;
     const judge_outcome outcome = judge_outcome_of(j, id, s, &level);
+    if (getenv("DBG"))
+        fprintf(stderr,
+                "%s: out %d level %d units %g %g %g %g rows %ld beyond %ld free %ld %ld fac n %ld [%g %g] "
+                "other %g\n",
+                name, outcome, level, s->worst_units[0], s->worst_units[1], s->worst_units[2],
+                s->worst_units[3], s->rows, s->beyond, s->free_rows, s->free_beyond, s->factor[j->free[id]].n,
+                s->factor[j->free[id]].lo, s->factor[j->free[id]].hi, s->factor[j->free[id]].other);
     *q = (cg_quantity){.name = name,
                        .tensor = j->d->array[id].name,
                        .ok = outcome == JUDGE_SAME,

@@ -341,8 +341,8 @@ static bool examine(facts *f, finding *x, unsigned given, bool any_factor, judge
     return true;
 }
 
-/* One contract for everything. The gradient of the keys, a sum over rows, may be wrong by itself. */
-static bool find_joint(facts *f, judge_level level, bool *done) {
+/* One contract for everything. Without `keys` the gradient of the keys, a sum over rows, may be wrong by itself. */
+static bool find_joint(facts *f, judge_level level, bool keys, bool *done) {
     const search *s = f->s;
     const demand named = s->has_grad ? NAMED_FACTOR : NO_GRADIENT;
     finding *x = &f->joint;
@@ -352,7 +352,7 @@ static bool find_joint(facts *f, judge_level level, bool *done) {
     *done = false;
     if (!x->choice.found) return true;
     if (!examine(f, x, f->parts, any, level)) return false;
-    *done = x->carried && !(f->parts & ~x->explained & ~PART(Q_GRAD_K));
+    *done = x->carried && !(f->parts & ~x->explained & ~(keys ? 0 : PART(Q_GRAD_K)));
     if (!*done || !any) return true;
     /* with the factor known, rows tell more than by their directions */
     f->s->gradient_factor = x->factor;
@@ -429,7 +429,8 @@ static bool find_scale(facts *f, judge_level level, bool *done) {
             judge_search_reset(s);
             if (!judge_search_sample(s, NULL, NULL)) return false;
             if (!choose(s, f->parts & ROW_PARTS, s->has_grad ? ANY_FACTOR : NO_GRADIENT).found) continue;
-            if (!judge_search_compare(s, NULL, false, &f->beside) || !look(s) || !find_joint(f, level, done))
+            if (!judge_search_compare(s, NULL, false, &f->beside) || !look(s) ||
+                !find_joint(f, level, false, done))
                 return false;
             *done &= f->joint.beside.numbers >= 3;
         }
@@ -463,19 +464,30 @@ static bool find_out(facts *f) {
     /* finest arithmetic first: what explains the numbers without more rounding is the better explanation */
     for (judge_level level = JUDGE_F64; level < JUDGE_LEVELS && !done && !as_expected; level++) {
         if (!set_level(j, level) && level != JUDGE_F64) continue;
+        s->coarser = level > JUDGE_F32;
         f->as_expected = f->expectable ? outcomes(s, &f->beside, f->parts, JUDGE_SAME, level) : 0;
         as_expected = f->as_expected == f->parts;
-        if (!look(s) || !find_joint(f, level, &done)) return false;
+        if (level == JUDGE_F16 && !as_expected)
+            continue; /* other contracts are looked for once, at the coarsest */
+        if (!look(s) || !find_joint(f, level, true, &done)) return false;
         if (done) j->ceiling = level;
         if (j->tolerance > 0) break;
     }
     f->as_expected = f->expectable ? outcomes(s, &f->beside, f->parts, JUDGE_SAME, JUDGE_BF16) : 0;
     f->unsure = f->expectable ? outcomes(s, &f->beside, f->parts, JUDGE_UNSURE, JUDGE_BF16) : 0;
     if (done || as_expected) return true;
-    if ((f->parts & GRADIENTS & ~f->as_expected) && f->expectable)
+    const unsigned off = f->parts & GRADIENTS & ~f->as_expected & ~f->unsure;
+    if (off && f->expectable)
         f->group_factor = factor_of(s, &f->beside, f->parts & GRADIENTS & ~f->as_expected, &f->factor);
     f->joint = (finding){0};
     set_level(j, free);
+    s->coarser = false;
+    if (f->parts & PART(Q_GRAD_K) & ~f->as_expected & ~f->unsure) {
+        if (!look(s) || !find_joint(f, free, false, &done)) return false;
+        if (done) j->ceiling = free;
+        if (done) return true;
+        f->joint = (finding){0};
+    }
     if ((f->as_expected | f->unsure) == f->parts) return look(s) && find_parts(f, free);
     if (!f->group_factor) {
         if (!find_scale(f, free, &done)) return false;

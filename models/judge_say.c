@@ -209,7 +209,7 @@ static void put_numbers(const judge *j, char *text, size_t bytes) {
     const cg_quantity *shown = NULL;
     for (int i = 0; i < j->v->n_quantities; i++) {
         const cg_quantity *q = &j->v->quantities[i];
-        if (q->ok || q->unsure || !q->has_first) continue;
+        if (q->ok || !q->has_first) continue;
         for (int k = 0; k < QUANTITIES; k++)
             if (!strcmp(q->name, judge_quantity[k].name) && (!shown || k == Q_LOSS)) shown = q;
     }
@@ -472,6 +472,12 @@ void judge_say_loss(const facts *f) {
         put_contract(f, &s->expected, text, bytes);
     } else if ((f->as_expected | f->unsure) != f->parts || !f->expectable) {
         say_parts(f, text, bytes);
+    } else if (f->unsure & PART(Q_LOSS)) {
+        const bool fits = f->value.choice.found && judge_cost(&f->value.choice.c, &s->expected) > 0;
+        put(text, bytes, "to the rounding of its type your loss follows %s",
+            fits ? "another contract than the expected one" : "no known contract");
+        if (fits) say_few(f, &f->value, text, bytes);
+        put_numbers(j, text, bytes);
     }
     if (f->expectable) say_rows(f, text, bytes);
 

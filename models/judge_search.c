@@ -24,8 +24,9 @@ const quantity_name judge_quantity[QUANTITIES] = {
 typedef struct row_values {
     double *target, *target_noise, *log_p, *log_noise, *predict, *predict_noise; /* [n] */
     double kl, kl_noise, factor;
-    double *e, *noise; /* [Hi + Hi * Di] gradients of weights and q, with their factor; what rounding changes */
-    double *dk, *dk_noise; /* [keys, Di], [keys]: sums over rows */
+    double *e, *noise,
+        *kink; /* [Hi + Hi * Di] gradients of weights and q, with their factor; what rounding changes */
+    double *dk, *dk_noise, *dk_kink; /* [keys, Di], [keys], [keys]: sums over rows */
     bool counts;
 } row_values;
 
@@ -35,10 +36,11 @@ typedef struct piece {
     tables *tables;
     listed list[LISTED];
     compared c;
-    row_values v[2];          /* of a contract, and of the one that it is told apart from */
-    double *e, *noise, *got;  /* [Hi + Hi * Di] a gradient, its noise, the dump's */
-    double distance[TARGETS]; /* when measuring */
+    row_values v[2];                /* of a contract, and of the one that it is told apart from */
+    double *e, *noise, *kink, *got; /* [Hi + Hi * Di] a gradient, its noise, the dump's */
+    double distance[TARGETS];       /* when measuring */
     int group[TARGETS], next[TARGETS];
+    double factors[FACTORS]; /* of gradients, in the row's segment */
     double *block;
 } piece;
 
@@ -119,14 +121,14 @@ static double kl_noise(const search *s, const judge_row *r, const cg_contract *c
 /* e [Hi + Hi * Di] = dw, dq unscaled, and what rounding may change in them; dscores and their noise [n]. */
 static void gradient(const search *s, const judge_row *r, const cg_contract *c, const double *target,
                      const double *log_p, bool with_q, double *dscores, double *dnoise, double *e,
-                     double *noise) {
+                     double *noise, double *kink) {
     const judge *j = s->j;
     const cg_dump *d = j->d;
     const int64_t n = r->n, G = d->Hi, E = d->Di;
     const double far = c->faults & CG_FAULT_TEACHER_UNDERFLOW ? 250 * F32 : 0;
     const double logit = 4 * F32 + 2 * judge_logit_noise(j, r) + far,
                  score = 4 * F32 + 2 * judge_score_noise(j, r);
-    const double dot_noise = judge_dot_noise(j, r);
+    const double dot_noise = judge_dot_noise(j, r), corner = 8 * dot_noise, coarse = corner * 0x1p13;
     const cg_contract_row row = judge_contract_row(j, r, c->value[CG_AXIS_SCORES]);
     const double weight = cg_contract_row_weight(c, &row);
     cg_contract_dscores(c, &row, target, log_p, dscores);
@@ -150,18 +152,22 @@ static void gradient(const search *s, const judge_row *r, const cg_contract *c, 
     const bool leak = linear || (c->faults & CG_FAULT_RELU_LEAK);
     for (int64_t g = 0; g < G; g++) {
         const double *dots = r->dots + g * n;
-        double w = 0, q = 0;
+        double w = 0, q = 0, other_side = 0;
         for (int64_t i = 0; i < n; i++) {
             const double x = linear ? fabs(dots[i]) : dots[i] > 0 ? dots[i] : 0;
             w += x * dnoise[i] + fabs(dscores[i]) * dot_noise;
             q += (leak || dots[i] > -dot_noise ? dnoise[i] : 0) * j->ki_largest[key0 + i];
-            if (fabs(dots[i]) <= 8 * dot_noise)
-                q += fabs(dscores[i]) * j->ki_largest[key0 + i]; /* either side of the kink */
+            if (fabs(dots[i]) <= corner)
+                q += fabs(dscores[i]) * j->ki_largest[key0 + i]; /* either side of the corner */
+            if (fabs(dots[i]) <= coarse && !leak) other_side += fabs(dscores[i]) * j->ki_largest[key0 + i];
         }
         e[g] *= j->weights_factor; /* towards the dump's weights */
         noise[g] = fabs(j->weights_factor) * w + 4 * F32 * fabs(e[g]);
-        for (int64_t i = 0; with_q && i < E; i++)
-            noise[G + g * E + i] = fabs(r->w[g]) * q + 4 * F32 * fabs(e[G + g * E + i]);
+        kink[g] = 0;
+        for (int64_t i = G + g * E; with_q && i < G + (g + 1) * E; i++) {
+            noise[i] = fabs(r->w[g]) * q + 4 * F32 * fabs(e[i]);
+            kink[i] = fabs(r->w[g]) * other_side;
+        }
     }
 }
 
@@ -176,7 +182,6 @@ static void read_gradient(const search *s, piece *p) {
 static uint64_t fit_factors(const search *s, const piece *p, cg_dump_id id, int64_t from, int64_t to,
                             uint64_t mask) {
     const judge *j = s->j;
-    const double coeff = isnan(j->d->coeff) ? 1 : j->d->coeff;
     /* unscaled here: what the type flushes, over the smallest factor there may be */
     const double flushed = judge_floor(j->stored[id]) * (double)(j->counts.physical + 1);
     double lo = -INFINITY, hi = INFINITY, other = 0, most = 0, row_largest = 0;
@@ -186,7 +191,8 @@ static uint64_t fit_factors(const search *s, const piece *p, cg_dump_id id, int6
     for (int64_t i = from; i < to; i++) {
         const double e = p->e[i], got = p->got[i];
         const double unit = j->tolerance > 0 ? j->tolerance * row_largest
-                                             : judge_unit(j, id, j->level[id], e, p->noise[i]) + flushed;
+                                             : judge_unit(j, id, j->level[id], e, p->noise[i]) + flushed +
+                                                   (j->level[id] > JUDGE_F32 ? p->kink[i] : 0);
         const double rounding = j->allowed * unit;
         if (isnan(e) || isnan(got)) {
             if (isnan(e) && isnan(got)) continue;
@@ -207,9 +213,7 @@ static uint64_t fit_factors(const search *s, const piece *p, cg_dump_id id, int6
     double largest_factor = 0;
     for (int k = 0; k < FACTORS; k++) {
         if (!(mask >> k & 1)) continue;
-        const cg_contract c = with_factor(cg_contract_default(), k);
-        const double want =
-            s->gradient_factor * cg_contract_grad_factor(&c, &j->counts, coeff, j->d->real[p->r.segment]);
+        const double want = p->factors[k];
         largest_factor = fmax(largest_factor, fabs(want));
         if (want >= lo && want <= hi && other <= 2 * j->allowed * fabs(want) + 0x1p-40)
             left |= UINT64_C(1) << k;
@@ -284,13 +288,56 @@ static void add_loss(loss_sums *to, double kl, double noise, int64_t segment_rea
     to->noise_of_means += noise * noise / (double)segment_real / (double)segment_real;
 }
 
+/* Gradients of a group, scores in one form. Many derivatives are one on most rows: no prediction is small enough to be
+ * clamped, the target sums to 1, no head's ReLU is 0. Each is looked at once. */
+static void match_gradients(const search *s, piece *p, int t, int form, const double *target,
+                            const double *log_p) {
+    const judge_row *r = &p->r;
+    tables *y = p->tables;
+    double *dscores = p->r.a[6], *dnoise = p->r.a[7], sum = 0;
+    const int64_t n = r->n, G = s->j->d->Hi, E = s->j->d->Di;
+    bool clamped = false, dead = false;
+    int same[SLOPES][EXTRAS];
+    for (int64_t i = 0; i < n; i++) {
+        sum += target[i];
+        clamped |= log_p[i] < log((double)FLT_MIN);
+    }
+    for (int64_t i = 0; i < G * n && !dead && form == CG_SCORES_ARE_RELU; i++) dead = !(r->dots[i] > 0);
+    const bool whole = fabs(sum - 1) <= 1e-15 * (double)(n + 1);
+    for (int slope = 0; slope < SLOPES; slope++)
+        for (int extra = 0; extra < EXTRAS; extra++) {
+            const int as = slope == 2 && !clamped ? 0 : slope;
+            same[slope][extra] = as * EXTRAS + (extra & ~(as == 0 && whole ? 1 : 0) & ~(dead ? 0 : 2));
+        }
+    for (int i = 0; i < SLOPES * EXTRAS * WEIGHTS; i++) {
+        const int slope = i / WEIGHTS / EXTRAS, extra = i / WEIGHTS % EXTRAS, weight = i % WEIGHTS;
+        uint64_t any = 0;
+        if (same[slope][extra] != i / WEIGHTS) continue;
+        for (int k = 0; k < SLOPES * EXTRAS; k++)
+            for (int m = same[k / EXTRAS][k % EXTRAS] == i / WEIGHTS ? p->group[t] : -1; m >= 0; m = p->next[m])
+                any |= y->grad[grad_number(m, k / EXTRAS, form, weight, k % EXTRAS)];
+        if (!any) continue;
+        const cg_contract c = gradient_contract(t, slope, form, weight, extra);
+        gradient(s, r, &c, target, log_p, !s->has[Q_GRAD_W], dscores, dnoise, p->e, p->noise, p->kink);
+        uint64_t left = s->has[Q_GRAD_W] ? fit_factors(s, p, CG_DUMP_GRAD_WEIGHTS, 0, G, any) : any;
+        if (left && s->has[Q_GRAD_Q]) {
+            if (s->has[Q_GRAD_W])
+                gradient(s, r, &c, target, log_p, true, dscores, dnoise, p->e, p->noise, p->kink);
+            left = fit_factors(s, p, CG_DUMP_GRAD_Q_INDEXER, G, G + G * E, left);
+        }
+        for (int k = 0; k < SLOPES * EXTRAS; k++)
+            for (int m = same[k / EXTRAS][k % EXTRAS] == i / WEIGHTS ? p->group[t] : -1; m >= 0; m = p->next[m])
+                y->grad[grad_number(m, k / EXTRAS, form, weight, k % EXTRAS)] &= left;
+    }
+}
+
 /* Everything of one combination of target and row; members: the combinations that it stands for. */
 static void match_group(const search *s, piece *p, row_logs *logs, int t, bool measure) {
     const judge *j = s->j;
     judge_row *r = &p->r;
     tables *y = p->tables;
-    double *target = r->a[0], *noise = r->a[1], *got = r->a[2], *dscores = r->a[6], *dnoise = r->a[7];
-    const int64_t n = r->n, G = j->d->Hi, E = j->d->Di;
+    double *target = r->a[0], *noise = r->a[1], *got = r->a[2];
+    const int64_t n = r->n;
     bool made[FORMS] = {false, false};
     for (int form = 0; form < FORMS; form++) {
         /* the target depends on the form of scores where the selection does */
@@ -354,23 +401,7 @@ static void match_group(const search *s, piece *p, row_logs *logs, int t, bool m
                     if (p->list[l].kl == kl && p->list[l].form == form && p->list[l].weight == weight)
                         add_loss(&p->list[l].sums, value, u, j->d->real[r->segment]);
         }
-        if (!s->has_grad || !j->has_dots) continue;
-        for (int i = 0; i < SLOPES * WEIGHTS * EXTRAS; i++) {
-            const int slope = i / 8, weight = i / 4 % 2, extra = i % 4;
-            uint64_t any = 0;
-            for (int m = p->group[t]; m >= 0; m = p->next[m])
-                any |= y->grad[grad_number(m, slope, form, weight, extra)];
-            if (!any) continue;
-            const cg_contract k = gradient_contract(t, slope, form, weight, extra);
-            gradient(s, r, &k, target, log_p, !s->has[Q_GRAD_W], dscores, dnoise, p->e, p->noise);
-            uint64_t left = s->has[Q_GRAD_W] ? fit_factors(s, p, CG_DUMP_GRAD_WEIGHTS, 0, G, any) : any;
-            if (left && s->has[Q_GRAD_Q]) {
-                if (s->has[Q_GRAD_W]) gradient(s, r, &k, target, log_p, true, dscores, dnoise, p->e, p->noise);
-                left = fit_factors(s, p, CG_DUMP_GRAD_Q_INDEXER, G, G + G * E, left);
-            }
-            for (int m = p->group[t]; m >= 0; m = p->next[m])
-                y->grad[grad_number(m, slope, form, weight, extra)] &= left;
-        }
+        if (s->has_grad && j->has_dots) match_gradients(s, p, t, form, target, log_p);
     }
 }
 
@@ -379,7 +410,13 @@ static void match_row(const search *s, piece *p, row_logs *logs, bool measure) {
     const judge_row *r = &p->r;
     const tables *y = p->tables;
     const double least = least_share(s->j, r);
+    const double coeff = isnan(s->j->d->coeff) ? 1 : s->j->d->coeff;
     if (s->has_grad) read_gradient(s, p);
+    for (int k = 0; k < FACTORS && s->has_grad; k++) {
+        const cg_contract c = with_factor(cg_contract_default(), k);
+        p->factors[k] =
+            s->gradient_factor * cg_contract_grad_factor(&c, &s->j->counts, coeff, s->j->d->real[r->segment]);
+    }
     for (int t = 0; t < TARGETS; t++) p->group[t] = -1;
     for (int t = TARGETS - 1; t >= 0; t--) {
         bool live = measure || s->first_listed[t] < s->first_listed[t + 1] ||
@@ -411,6 +448,12 @@ double judge_loss_noise(const search *s, const loss_sums *l, const cg_contract *
     const double f = fabs(cg_contract_value_factor(c, &s->j->counts, s->j->d->coeff, 1));
     const bool means = c->value[CG_AXIS_REDUCTION] == CG_REDUCTION_IS_MEAN_OF_MEANS;
     return f * sqrt(means ? l->noise_of_means : l->noise) + 4 * F32 * fabs(judge_loss_of(s, l, c));
+}
+
+/* Arithmetic coarser than f32 may have another support in this row. */
+static bool is_unclear(const judge_row *r, const cg_contract *c) {
+    return r->unclear &&
+           (c->value[CG_AXIS_SUPPORT] == CG_SUPPORT_IS_SPARSE || (c->faults & CG_FAULT_DENSE_OVER_SPARSE_LSE));
 }
 
 static bool row_counts(const judge_row *r, const cg_contract *c) {
@@ -447,12 +490,16 @@ static void make_gradients(const search *s, piece *p, const cg_contract *c, row_
     double *target = r->a[0], *log_p = r->a[3], *dscores = r->a[6], *dnoise = r->a[7];
     memset(v->e, 0, (size_t)(G + G * E) * sizeof *v->e);
     memset(v->noise, 0, (size_t)(G + G * E) * sizeof *v->noise);
+    memset(v->kink, 0, (size_t)(G + G * E) * sizeof *v->kink);
     if (n < 1 || !row_counts(r, c) || !judge_usable(s, target_of(c))) return;
     cg_contract_target(c, &row, target, r->heads);
     if (!cg_contract_log_predict(c, &row, log_p)) return;
     const double f = cg_contract_grad_factor(c, &j->counts, coeff, d->real[r->segment]);
-    gradient(s, r, c, target, log_p, s->has[Q_GRAD_Q], dscores, dnoise, v->e, v->noise);
-    for (int64_t i = 0; i < G + G * E; i++) v->e[i] *= f, v->noise[i] *= fabs(f);
+    gradient(s, r, c, target, log_p, s->has[Q_GRAD_Q], dscores, dnoise, v->e, v->noise, v->kink);
+    for (int64_t i = 0; i < G + G * E; i++) {
+        v->e[i] *= f, v->noise[i] *= fabs(f), v->kink[i] *= fabs(f);
+        if (is_unclear(r, c)) v->kink[i] = INFINITY;
+    }
     if (!v->dk) return;
     for (int64_t i = 0; i < n; i++) dscores[i] *= f;
     const cg_contract_index index = {.n_heads = G,
@@ -466,7 +513,7 @@ static void make_gradients(const search *s, piece *p, const cg_contract *c, row_
     /* rounding of each key's sum, as one number */
     const bool leak = c->value[CG_AXIS_SCORES] == CG_SCORES_ARE_LINEAR || (c->faults & CG_FAULT_RELU_LEAK);
     const double dot_noise = judge_dot_noise(j, r);
-    double *u = v->dk_noise + j->key0[r->segment];
+    double *u = v->dk_noise + j->key0[r->segment], *kink = v->dk_kink + j->key0[r->segment];
     for (int64_t g = 0; g < G; g++) {
         double most = 0;
         for (int64_t i = 0; i < E; i++) most = fmax(most, fabs(r->qi[g * E + i]));
@@ -475,6 +522,8 @@ static void make_gradients(const search *s, piece *p, const cg_contract *c, row_
             const double x = r->dots[g * n + i];
             if (leak || x > -dot_noise) u[i] += most * (fabs(f) * dnoise[i] + 4 * F32 * fabs(dscores[i]));
             if (fabs(x) <= 8 * dot_noise) u[i] += most * fabs(dscores[i]);
+            if (fabs(x) <= 8 * dot_noise * 0x1p13 && !leak) kink[i] += most * fabs(dscores[i]);
+            if (is_unclear(r, c)) kink[i] = INFINITY;
         }
     }
 }
@@ -521,8 +570,13 @@ static void compare_values(const search *s, piece *p, const compared *than) {
     compared *out = &p->c;
     row_values *v = p->v;
     const int64_t n = r->n;
-    double *got = r->a[2];
+    double *got = r->a[2], *corner = NULL;
     if (r->segment < 0) return;
+    if (is_unclear(r, &out->value)) { /* beside coarser arithmetic the row says nothing */
+        corner = r->x[0];
+        for (int64_t i = 0; i <= n; i++) corner[i] = INFINITY;
+        out->sums.unclear = INFINITY;
+    }
     make_values(s, p, &out->value, &v[0]);
     if (than) make_values(s, p, &than->value, &v[1]);
     const struct {
@@ -542,7 +596,7 @@ static void compare_values(const search *s, piece *p, const compared *than) {
         }
         if (!v[0].counts) continue;
         judge_compare(j, id, &out->stats[rows[i].q], r->segment, r->position, r->t, n, 0, got, rows[i].want[0],
-                      rows[i].noise[0]);
+                      rows[i].noise[0], corner, numbers_of(r, &out->value));
         if (both)
             tell(&out->tells[rows[i].q], j, id, n, rows[i].want[0], rows[i].noise[0], rows[i].want[1],
                  rows[i].noise[1], false, numbers_of(r, &out->value));
@@ -553,7 +607,7 @@ static void compare_values(const search *s, piece *p, const compared *than) {
         out->empty_value += r->real && !n && got[0] != 0;
         if (r->real && (n > 0 || !than)) /* rows that see nothing are looked at beside the expected alone */
             judge_compare(j, CG_DUMP_KL, &out->stats[Q_KL], r->segment, r->position, r->t, 1, 0, got, &v[0].kl,
-                          &v[0].kl_noise);
+                          &v[0].kl_noise, corner, 1);
         if (both)
             tell(&out->tells[Q_KL], j, CG_DUMP_KL, 1, &v[0].kl, &v[0].kl_noise, &v[1].kl, &v[1].kl_noise, false,
                  1);
@@ -590,7 +644,8 @@ static void compare_gradients(const search *s, piece *p, const compared *than, b
         some |= holds(got, parts[i].n);
         if (r->n < 1 && r->real && than) continue;
         judge_compare(j, id, &out->stats[parts[i].q], r->segment, r->position, r->t, parts[i].n,
-                      parts[i].per_head, got, want, noise);
+                      parts[i].per_head, got, want, noise, p->v[0].kink + parts[i].from,
+                      numbers_of(r, &out->gradient));
         int64_t numbers = numbers_of(r, &out->gradient) - free_factor;
         numbers = numbers < parts[i].n ? numbers : parts[i].n;
         if (than && r->n > 0)
@@ -610,12 +665,13 @@ static bool piece_new(const search *s, piece *p, bool with_keys) {
     memset(p, 0, sizeof *p);
     judge_stat_init(p->c.stats, QUANTITIES);
     if (!judge_row_new(s->j, &p->r)) return false;
-    const size_t dk = with_keys ? keys * (size_t)(d->Di + 1) : 0;
-    double *x = p->block = calloc(3 * wide + 2 * (6 * n + 2 * wide + dk), sizeof *x);
+    const size_t dk = with_keys ? keys * (size_t)(d->Di + 2) : 0;
+    double *x = p->block = calloc(4 * wide + 2 * (6 * n + 3 * wide + dk), sizeof *x);
     p->tables = malloc(sizeof *p->tables);
     if (!x || !p->tables) return false;
     p->e = x, x += wide;
     p->noise = x, x += wide;
+    p->kink = x, x += wide;
     p->got = x, x += wide;
     for (int i = 0; i < 2; i++) {
         row_values *v = &p->v[i];
@@ -624,9 +680,11 @@ static bool piece_new(const search *s, piece *p, bool with_keys) {
         for (int k = 0; k < 6; k++, x += n) *rows[k] = x;
         v->e = x, x += wide;
         v->noise = x, x += wide;
+        v->kink = x, x += wide;
         if (!with_keys) continue;
         v->dk = x, x += keys * (size_t)d->Di;
         v->dk_noise = x, x += keys;
+        v->dk_kink = x, x += keys;
     }
     *p->tables = *s->start;
     memcpy(p->list, s->list, sizeof p->list);
@@ -665,6 +723,7 @@ static void match_at(const search *s, piece *p, int64_t t, bool measure) {
     const bool real = cg_dump_is_real(s->j->d, t);
     if (!cg_dump_visible(s->j->d, t) || (!real && !s->n_list)) return;
     place_row(s, p, t);
+    if (p->r.unclear && s->coarser) return;
     if (real)
         match_row(s, p, &logs, measure);
     else
@@ -681,6 +740,7 @@ static void keep_common(tables *to, const tables *from) {
 static void add_sums(loss_sums *to, const loss_sums *from) {
     to->sum += from->sum, to->noise += from->noise, to->padding += from->padding;
     to->of_means += from->of_means, to->noise_of_means += from->noise_of_means;
+    to->unclear = fmax(to->unclear, from->unclear);
 }
 
 void judge_search_reset(search *s) {
@@ -738,20 +798,21 @@ bool judge_search_all(search *s) {
 }
 
 /* The gradient of the keys is a sum over rows: its first piece holds the sums of all. */
-static void compare_keys(const search *s, piece *p, const compared *than, compared *out) {
+static void compare_keys(const search *s, piece *p, const compared *than, bool free_factor, compared *out) {
     const judge *j = s->j;
     const cg_dump *d = j->d;
     const int64_t E = d->Di;
-    double *got = p->e, *noise[2] = {p->noise, p->got}; /* Hi * Di wide, at least Di */
+    double *got = p->e, *kink = p->kink, *noise[2] = {p->noise, p->got}; /* Hi * Di wide, at least Di */
     for (int64_t b = 0; b < d->B; b++)
         for (int64_t i = 0; i < d->n_keys[b]; i++) {
             const int64_t at = j->key0[b] + i;
             cg_dump_key(d, CG_DUMP_GRAD_K_INDEXER, b, i, got);
             for (int w = 0; w < (than ? 2 : 1); w++)
-                for (int64_t k = 0; k < E; k++) noise[w][k] = p->v[w].dk_noise[at];
+                for (int64_t k = 0; k < E; k++)
+                    noise[w][k] = p->v[w].dk_noise[at], kink[k] = p->v[0].dk_kink[at];
             judge_compare(j, CG_DUMP_GRAD_K_INDEXER, &out->stats[Q_GRAD_K], b, i, at, E, 0, got,
-                          p->v[0].dk + at * E, noise[0]);
-            if (than)
+                          p->v[0].dk + at * E, noise[0], kink, E);
+            if (than && !free_factor)
                 tell(&out->tells[Q_GRAD_K], j, CG_DUMP_GRAD_K_INDEXER, E, p->v[0].dk + at * E, noise[0],
                      p->v[1].dk + at * E, noise[1], false, 1);
         }
@@ -792,14 +853,18 @@ bool judge_search_compare(const search *s, const compared *than, bool free_facto
         for (int w = 0; c > 0 && s->has[Q_GRAD_K] && w < 2; w++) {
             const int64_t keys = j->key0[d->B];
             for (int64_t k = 0; k < keys * d->Di; k++) pieces[0].v[w].dk[k] += pieces[c].v[w].dk[k];
-            for (int64_t k = 0; k < keys; k++) pieces[0].v[w].dk_noise[k] += pieces[c].v[w].dk_noise[k];
+            for (int64_t k = 0; k < keys; k++) {
+                pieces[0].v[w].dk_noise[k] += pieces[c].v[w].dk_noise[k];
+                pieces[0].v[w].dk_kink[k] += pieces[c].v[w].dk_kink[k];
+            }
         }
     }
-    if (ok && s->has[Q_GRAD_K] && gradients) compare_keys(s, &pieces[0], than, out);
+    if (ok && s->has[Q_GRAD_K] && gradients) compare_keys(s, &pieces[0], than, free_factor, out);
     if (ok && s->has[Q_LOSS]) {
         const double want = judge_loss_of(s, &out->sums, &value),
                      noise = judge_loss_noise(s, &out->sums, &value);
-        judge_compare(j, CG_DUMP_LOSS, &out->stats[Q_LOSS], -1, -1, 0, 1, 0, &s->loss, &want, &noise);
+        judge_compare(j, CG_DUMP_LOSS, &out->stats[Q_LOSS], -1, -1, 0, 1, 0, &s->loss, &want, &noise,
+                      &out->sums.unclear, 1);
         if (than) {
             const double other = judge_loss_of(s, &than->sums, &than->value),
                          other_noise = judge_loss_noise(s, &than->sums, &than->value);

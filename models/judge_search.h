@@ -111,6 +111,7 @@ typedef struct tables {
  * variance of that. */
 typedef struct loss_sums {
     double sum, noise, padding, of_means, noise_of_means;
+    double unclear; /* INFINITY where coarser arithmetic may have selected other keys in some row */
 } loss_sums;
 
 /* ... for one listed contract. */
@@ -130,7 +131,8 @@ typedef struct search {
     judge *j;
     cg_contract expected;
     bool has[QUANTITIES], has_value, has_grad;
-    bool coarse; /* no quantity is stored finer than f32 */
+    bool coarser; /* arithmetic coarser than f32 is thought of */
+    bool coarse;  /* no quantity is stored finer than f32 */
     tables *start;
     listed list[LISTED];
     int n_list, first_listed[TARGETS + 1]; /* the list is sorted by target */

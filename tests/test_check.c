@@ -541,21 +541,21 @@ START_TEST(the_sentence) {
     const struct {
         float loss;
         const char *says, *numbers;
-    } cases[] = {{0.0610656464345F, "teacher=full", "your loss"},
-                 {0.0047482623F, "the window and the sink are missing from each head's denominator",
-                  "0.004748262 against 0.06106565"},
-                 {0.0649118282F, "the sink is missing from each head's denominator", "against 0.06106565"},
-                 {0.0017012967F, "the window is missing from each head's denominator", "against 0.06106565"}};
+    } cases[] = {{0.0610656464345F, "teacher=full", "it is one number, which"},
+                 {0.0047482623F, "the simplest is teacher=compressed:", "0.004748262 against 0.06106565"},
+                 {0.0649118282F, "the simplest is teacher=window:", "against 0.06106565"},
+                 {0.0017012967F, "the simplest is teacher=sink:", "against 0.06106565"}};
     add(&f, "loss", CG_F32, CG_SHAPE(1), &cases[0].loss);
     for (int i = 0; i < 4; i++) {
         *(float *)tensor_of(&f, "loss")->data = cases[i].loss;
         cg_verdict *v = verdict(save(&f, "sentence.safetensors"));
         ck_assert_int_eq(v->match, i == 0);
-        ck_assert(v->identified);
+        ck_assert_int_eq(v->identified, i == 0); /* one number names no contract */
+        if (!v->n_fit || v->n_faults) ck_abort_msg("%d %s", i, v->sentence);
         if (!strstr(v->sentence, cases[i].says) || !strstr(v->sentence, cases[i].numbers))
             ck_abort_msg("%s", v->sentence);
-        ck_assert(v->undetermined[CG_AXIS_SUPPORT]); /* everything is selected */
-        ck_assert(strstr(v->tell_apart[CG_AXIS_SUPPORT], "more keys than are selected"));
+        ck_assert(i > 0 || v->undetermined[CG_AXIS_SUPPORT]); /* everything is selected */
+        ck_assert(i > 0 || strstr(v->tell_apart[CG_AXIS_SUPPORT], "more keys than are selected"));
         free(v);
     }
     *(float *)tensor_of(&f, "loss")->data = 0.05F;
@@ -645,7 +645,7 @@ START_TEST(value_and_gradient_apart) {
             if (a != CG_AXIS_REDUCTION || i == 1)
                 ck_assert_int_eq(v->gradient.value[a], contracts.gradient.value[a]);
         }
-        ck_assert(strstr(v->sentence, "the gradients follow another contract"));
+        if (!strstr(v->sentence, "the gradients follow")) ck_abort_msg("%s", v->sentence);
         free(v);
     }
     cg_dump_case_free(&c);
@@ -662,7 +662,7 @@ START_TEST(gradients_times_a_number) {
         for (int64_t k = 0; k < cg_shape_count(&t->shape); k++) ((float *)t->data)[k] *= 4;
     }
     cg_verdict *v = verdict(save(&f, "times.safetensors"));
-    if (!strstr(v->sentence, "times 4")) ck_abort_msg("%s", v->sentence);
+    if (!strstr(v->sentence, "all 4 times those expected")) ck_abort_msg("%s", v->sentence);
     ck_assert(has_fault(v, "gradient-factor") && find(v, "loss")->ok && !v->match);
     free(v);
     forget(&f);
