@@ -49,35 +49,43 @@ const char *const cg_dump_names[CG_DUMP_ARRAYS + 1] = {"q_indexer",
 
 /* What else a tensor is called, the first one that a file has counts. q and k mean the indexer's where the
  * attention's have longer names, as in Megatron's fused loss (q, weights, k, query, key, topk_indices). */
-static const char *const aliases[CG_DUMP_ARRAYS][12] = {
-    [CG_DUMP_Q_INDEXER] = {"q_indexer", "indexer_q", "index_q", "q_index", "idx_q", "q_idx", "qi"},
+enum { ALIASES = 16 };
+static const char *const aliases[CG_DUMP_ARRAYS][ALIASES] = {
+    [CG_DUMP_Q_INDEXER] = {"q_indexer", "indexer_q", "index_q", "q_index", "idx_q", "q_idx", "qi",
+                           "indexer_query", "index_query", "query_indexer"},
     [CG_DUMP_WEIGHTS] = {"weights", "indexer_weights", "index_weights", "head_weights", "w_indexer",
-                         "idx_weights", "w"},
-    [CG_DUMP_K_INDEXER] = {"k_indexer", "indexer_k", "index_k", "k_index", "idx_k", "k_idx", "ki"},
-    [CG_DUMP_QUERY] = {"query", "attn_q", "q_attn", "queries"},
-    [CG_DUMP_KV] = {"kv", "window_kv", "local_kv", "raw_kv", "swa_kv", "uncompressed_kv"},
+                         "idx_weights", "w", "weights_indexer"},
+    [CG_DUMP_K_INDEXER] = {"k_indexer", "indexer_k", "index_k", "k_index", "idx_k", "k_idx", "ki",
+                           "indexer_key", "index_key", "key_indexer", "indexer_compressed_k"},
+    [CG_DUMP_QUERY] = {"query", "attn_q", "q_attn", "queries", "query_states", "query_layer"},
+    [CG_DUMP_KV] = {"kv", "window_kv", "local_kv", "raw_kv", "swa_kv", "uncompressed_kv", "kv_states",
+                    "sliding_kv", "kv_window"},
     [CG_DUMP_COMPRESSED_KV] = {"compressed_kv", "ckv", "kv_compressed", "compressed_k", "compressed_key", "key",
-                               "kv_comp"},
+                               "kv_comp", "compressed_kv_states", "compressed_key_states"},
     [CG_DUMP_SINK] = {"sink", "attn_sink", "sinks", "attn_sinks", "attention_sink", "attention_sinks",
-                      "softmax_offset"},
-    [CG_DUMP_DOUT] = {"dout", "grad_output", "grad_out", "d_out", "do", "dO", "grad.output"},
+                      "softmax_offset", "s_aux", "learnable_sink"},
+    [CG_DUMP_DOUT] = {"dout", "grad_output", "grad_out", "d_out", "do", "dO", "grad.output", "d_output",
+                      "grad_outputs", "grad_attn_output"},
     [CG_DUMP_TOPK] = {"topk", "topk_indices", "topk_idx", "topk_idxs", "topk_ids", "index_topk_indices",
-                      "selected_indices", "indices"},
-    [CG_DUMP_ATTN_TOPK] = {"attn_topk", "attn_topk_indices", "attn_indices"},
-    [CG_DUMP_SCORES] = {"index_scores", "indexer_scores", "scores", "index_logits", "indexer_logits"},
-    [CG_DUMP_OUTPUT] = {"output", "out", "attn_output", "attn_out", "core_attn_out", "o"},
-    [CG_DUMP_LSE] = {"lse", "softmax_lse", "attn_lse", "full_lse"},
-    [CG_DUMP_WINDOW_LSE] = {"non_compressed_lse", "window_lse", "window_sink_lse", "swa_lse"},
+                      "selected_indices", "indices", "top_k_indices", "topk_indexes", "topk_index"},
+    [CG_DUMP_ATTN_TOPK] = {"attn_topk", "attn_topk_indices", "attn_indices", "attn_topk_idxs",
+                           "attention_topk_indices"},
+    [CG_DUMP_SCORES] = {"index_scores", "indexer_scores", "scores", "index_logits", "indexer_logits",
+                        "index_score"},
+    [CG_DUMP_OUTPUT] = {"output", "out", "attn_output", "attn_out", "core_attn_out", "o", "attention_output",
+                        "context_layer"},
+    [CG_DUMP_LSE] = {"lse", "softmax_lse", "attn_lse", "full_lse", "logsumexp"},
+    [CG_DUMP_WINDOW_LSE] = {"non_compressed_lse", "window_lse", "window_sink_lse", "swa_lse", "local_lse"},
     [CG_DUMP_TARGET] = {"target", "teacher", "attn_target", "target_probs", "attn_dist", "target_dist"},
     [CG_DUMP_LOG_PREDICT] = {"log_predict", "log_p", "log_probs", "index_log_probs", "student_log_probs"},
     [CG_DUMP_PREDICT] = {"predict", "index_probs", "student_probs", "index_dist"},
     [CG_DUMP_KL] = {"kl", "kl_per_row", "row_kl", "kl_rows", "kl_div"},
-    [CG_DUMP_LOSS] = {"loss", "indexer_loss", "index_loss", "kl_loss"},
+    [CG_DUMP_LOSS] = {"loss", "indexer_loss", "index_loss", "kl_loss", "indexer_kl_loss"},
     [CG_DUMP_CU_REAL] = {"cu_seqlens_q_real", "cu_seqlens_real"},
     [CG_DUMP_CU_SEQLENS] = {"cu_seqlens_q_padded", "cu_seqlens_padded", "cu_seqlens_q", "cu_seqlens",
-                            "cu_seq_lens", "cu_seqlen"},
-    [CG_DUMP_CU_COMPRESSED] = {"cu_seqlens_compressed", "cu_seqlens_comp", "cu_seqlens_kv", "cu_seqlens_k",
-                               "cu_compressed"},
+                            "cu_seq_lens", "cu_seqlen", "cu_seq_lens_q"},
+    [CG_DUMP_CU_COMPRESSED] = {"cu_seqlens_compressed", "cu_seqlens_comp", "cu_compressed",
+                               "cu_seqlens_kv_padded", "cu_seqlens_kv", "cu_seqlens_k", "cu_seq_lens_k"},
     [CG_DUMP_VALID_ROWS] = {"query_valid_rows", "valid_rows", "row_mask", "query_mask", "valid_mask"},
 };
 
@@ -112,16 +120,25 @@ struct cg_dump_private {
     int columns[CG_DUMP_ARRAYS];
 };
 
+static const char in_memory[] = "memory"; /* in the place of a file's name */
+
+static found *find_exact(cg_dump *d, const char *name) {
+    for (int i = 0; i < d->own->n; i++)
+        if (!strcmp(d->own->list[i].name, name)) return &d->own->list[i];
+    return NULL;
+}
+
 static bool open_files(cg_dump *d, const cg_dump_options *o, cg_error *error) {
     struct cg_dump_private *own = d->own;
     own->archives = calloc((size_t)o->n_paths + 1, sizeof(cg_archive *));
     if (!own->archives) return cg_fail(error, CG_FAILED, "out of memory for the list of files");
-    int n = o->n_tensors;
+    int n = 0;
     for (int i = 0; i < o->n_paths; i++) {
         if (!(own->archives[i] = cg_archive_open(o->paths[i], error))) return false;
         own->n_archives++;
         n += cg_archive_count(own->archives[i]);
     }
+    n += o->n_tensors;
     own->list = calloc((size_t)n + 1, sizeof *own->list);
     own->unused = calloc((size_t)n + 1, sizeof *own->unused);
     if (!own->list || !own->unused) return cg_fail(error, CG_FAILED, "out of memory for the list of tensors");
@@ -135,15 +152,15 @@ static bool open_files(cg_dump *d, const cg_dump_options *o, cg_error *error) {
                                    o->paths[i], cg_shown(t->name).text, o->paths[other]);
             own->list[own->n++] = (found){t->name, o->paths[i], &t->tensor, false};
         }
-    for (int k = 0; k < o->n_tensors; k++)
-        own->list[own->n++] = (found){o->tensors[k].name, "memory", &o->tensors[k].tensor, false};
+    for (int i = 0; i < o->n_tensors; i++) {
+        const cg_named_tensor *t = &o->tensors[i];
+        const found *twin = find_exact(d, t->name);
+        if (twin)
+            return cg_fail(error, CG_BAD_INPUT, "%s: tensor \"%s\" is also in %s: a name may stand once only",
+                           in_memory, cg_shown(t->name).text, twin->file);
+        own->list[own->n++] = (found){t->name, in_memory, &t->tensor, false};
+    }
     return true;
-}
-
-static found *find_exact(cg_dump *d, const char *name) {
-    for (int i = 0; i < d->own->n; i++)
-        if (!strcmp(d->own->list[i].name, name)) return &d->own->list[i];
-    return NULL;
 }
 
 static found *find_with(cg_dump *d, const char *first, const char *middle, const char *last) {
@@ -174,7 +191,7 @@ static found *find_gradient(cg_dump *d, const char *alias) {
 static found *find_id(cg_dump *d, cg_dump_id id, const char *extra) {
     const int base = gradient_of[id] ? gradient_of[id] - 1 : (int)id;
     found *f = NULL;
-    for (int i = 0; i < 12 && aliases[base][i] && !f; i++)
+    for (int i = 0; i < ALIASES && aliases[base][i] && !f; i++)
         f = gradient_of[id] ? find_gradient(d, aliases[base][i]) : find_alias(d, aliases[base][i]);
     if (!f && extra) f = gradient_of[id] ? find_gradient(d, extra) : find_alias(d, extra);
     return f && !f->used ? f : NULL;
@@ -226,8 +243,7 @@ static void find_tensors(cg_dump *d) {
     const bool q_is_index = query || d->array[CG_DUMP_QUERY].name,
                k_is_index = ckv || d->array[CG_DUMP_COMPRESSED_KV].name;
     for (int id = 0; id < CG_DUMP_ARRAYS; id++) {
-        if (d->array[id].name || (id == CG_DUMP_CU_REAL && find_with(d, "", "cu_seqlens_q_padded", "")))
-            continue;
+        if (d->array[id].name) continue;
         const int base = gradient_of[id] ? gradient_of[id] - 1 : id;
         const char *extra = NULL;
         if (base == (q_is_index ? CG_DUMP_Q_INDEXER : CG_DUMP_QUERY)) extra = "q";
@@ -301,34 +317,20 @@ double cg_dtype_rounding(cg_dtype dtype) {
     return dtype == CG_F64 ? 0x1p-53 : dtype == CG_BF16 ? 0x1p-9 : dtype == CG_F16 ? 0x1p-11 : 0x1p-24;
 }
 
-cg_dtype cg_dump_holds(const cg_dump *d, cg_dump_id id) {
-    const cg_dump_array *a = &d->array[id];
-    const int64_t n = a->name ? cg_shape_count(&a->shape) : 0;
-    bool bf16 = true, f32 = true, fine = false;
-    if (!n || (a->dtype != CG_F32 && a->dtype != CG_F64)) return a->dtype;
-    for (int64_t i = 0; i < n && f32; i++) {
-        double x;
-        uint32_t bits;
-        convert(a->dtype, a->data, i, 1, &x);
-        const float y = (float)x;
-        memcpy(&bits, &y, sizeof bits);
-        if (isnan(x)) continue;
-        f32 &= (double)y == x;
-        bf16 &= (bits & 0xffff) == 0;
-        fine |= (bits & 0x0fffff) != 0;
-    }
-    return !fine ? a->dtype : f32 && bf16 ? CG_BF16 : f32 ? CG_F32 : a->dtype;
-}
-
 static void read_parts(const cg_dump_array *a, int64_t at, double *out) {
     for (int64_t h = 0; h < a->heads; h++)
         convert(a->dtype, a->data, at + h * a->head_stride, a->width, out + h * a->width);
 }
 
+/* Where row t begins. */
+static int64_t place_of(const cg_dump *d, const cg_dump_array *a, int64_t t) {
+    const int64_t S = d->S > 0 ? d->S : 1; /* without rows, vectors can be read all the same */
+    return t / S * a->batch_stride + t % S * a->row_stride;
+}
+
 void cg_dump_row(const cg_dump *d, cg_dump_id id, int64_t t, double *out) {
     const cg_dump_array *a = &d->array[id];
-    const int64_t S = d->S > 0 ? d->S : 1; /* without rows, vectors can be read all the same */
-    read_parts(a, t / S * a->batch_stride + t % S * a->row_stride, out);
+    read_parts(a, place_of(d, a, t), out);
 }
 
 void cg_dump_key(const cg_dump *d, cg_dump_id id, int64_t segment, int64_t key, double *out) {
@@ -340,30 +342,34 @@ void cg_dump_key(const cg_dump *d, cg_dump_id id, int64_t segment, int64_t key, 
                out);
 }
 
+/* An entry of a list as a key of its segment, -1: none of them. */
+static int64_t key_of(const cg_dump *d, int64_t segment, int64_t x) {
+    if (x < 0 || segment < 0) return -1;
+    if (d->index == CG_INDEX_GLOBAL) x -= d->first_key[segment];
+    return x >= 0 && x < d->n_keys[segment] ? x : -1;
+}
+
 void cg_dump_list(const cg_dump *d, cg_dump_id id, int64_t t, int64_t *out) {
     const cg_dump_array *a = &d->array[id];
-    const int64_t at = t / d->S * a->batch_stride + t % d->S * a->row_stride, s = d->segment[t];
-    for (int64_t k = 0; k < a->width; k++) {
-        const int64_t x = integer(a, at + k);
-        out[k] = x < 0 ? -1 : d->index == CG_INDEX_GLOBAL && s >= 0 ? x - d->first_key[s] : x;
-    }
+    const int64_t at = place_of(d, a, t);
+    for (int64_t k = 0; k < a->width; k++) out[k] = key_of(d, d->segment[t], integer(a, at + k));
 }
 
 void cg_dump_columns(const cg_dump *d, cg_dump_id id, int64_t t, int64_t n, double *out) {
     const cg_dump_array *a = &d->array[id];
-    const int64_t at = t / d->S * a->batch_stride + t % d->S * a->row_stride, s = d->segment[t];
+    const int64_t at = place_of(d, a, t), s = d->segment[t];
     if (d->own->columns[id] == COLUMNS_SLOTS) {
         const cg_dump_array *list = &d->array[CG_DUMP_TOPK];
-        const int64_t from = t / d->S * list->batch_stride + t % d->S * list->row_stride;
+        const int64_t from = place_of(d, list, t);
         for (int64_t j = 0; j < n; j++) out[j] = 0;
         for (int64_t k = 0; k < list->width; k++) {
-            int64_t x = integer(list, from + k);
-            if (x >= 0 && d->index == CG_INDEX_GLOBAL) x -= d->first_key[s];
+            const int64_t x = key_of(d, s, integer(list, from + k));
             if (x >= 0 && x < n) convert(a->dtype, a->data, at + k, 1, &out[x]);
         }
         return;
     }
-    convert(a->dtype, a->data, at + (d->own->columns[id] == COLUMNS_PACKED ? d->first_key[s] : 0), n, out);
+    const int64_t first = d->own->columns[id] == COLUMNS_PACKED && s >= 0 ? d->first_key[s] : 0;
+    convert(a->dtype, a->data, at + first, n, out);
 }
 
 int64_t cg_dump_visible(const cg_dump *d, int64_t t) {
@@ -376,6 +382,40 @@ int64_t cg_dump_visible(const cg_dump *d, int64_t t) {
 bool cg_dump_is_real(const cg_dump *d, int64_t t) {
     const int64_t s = d->segment[t];
     return s >= 0 && t - d->start[s] < d->real[s];
+}
+
+/* ---- what elements need ---- */
+
+/* Numbers of a type have so many bits from the first to the last that is set, within these powers of 2. */
+static const struct {
+    cg_dtype dtype;
+    int bits, least, most;
+} kinds[] = {{CG_BF16, 8, -133, 127}, {CG_F16, 11, -24, 15}, {CG_F32, 24, -149, 127}};
+
+enum { KINDS = sizeof kinds / sizeof *kinds };
+
+cg_dtype cg_dump_holds(const cg_dump *d, cg_dump_id id) {
+    const cg_dump_array *a = &d->array[id];
+    if (!a->name || a->dtype == CG_I32 || a->dtype == CG_I64 || a->dtype == CG_U8) return a->dtype;
+    const int64_t n = cg_shape_count(&a->shape);
+    bool fits[KINDS] = {true, true, true}, says = false;
+    int first = 0, stored = 0; /* the first kind that fits so far; what is stored fits */
+    while (stored < KINDS && kinds[stored].dtype != a->dtype) stored++;
+    for (int64_t i = 0; i < n && first < stored; i++) {
+        double x;
+        uint64_t u;
+        convert(a->dtype, a->data, i, 1, &x);
+        if (x == 0 || !isfinite(x)) continue;
+        memcpy(&u, &x, sizeof u);
+        const int most = (int)(u >> 52 & 2047) - 1023; /* -1023: below the normal f64, and below every kind */
+        const uint64_t fraction = (u & 0xfffffffffffff) | UINT64_C(1) << 52;
+        const int zeros = __builtin_ctzll(fraction), bits = 53 - zeros, least = most - 52 + zeros;
+        says |= bits > 4; /* others fit every type that reaches them */
+        for (int k = first; k < stored; k++)
+            fits[k] &= bits <= kinds[k].bits && least >= kinds[k].least && most <= kinds[k].most;
+        while (first < stored && !fits[first]) first++;
+    }
+    return says && first < stored ? kinds[first].dtype : a->dtype;
 }
 
 /* ---- numbers ---- */
@@ -392,18 +432,18 @@ static const number numbers[NUMBERS] = {
     [RATIO] = {{"ratio", "compress_ratio", "compression_ratio"}, 1, 1e9, true},
     [WINDOW] = {{"window", "sliding_window", "window_size", "csa_window_size"}, 1, 1e15, true},
     [TOPK] = {{"topk", "index_topk", "dsa_indexer_topk", "topk_requested"}, 0, 1e9, true},
-    [SCALE] = {{"softmax_scale", "scale", "sm_scale"}, -1e30, 1e30, false},
+    [SCALE] = {{"softmax_scale", "scale", "sm_scale", "scaling"}, -1e30, 1e30, false},
     [COEFF] = {{"loss_coeff", "indexer_loss_coeff", "dsa_indexer_loss_coeff", "coeff"}, -1e30, 1e30, false},
 };
 
 static const char *metadata(const cg_dump *d, const char *key) {
-    const cg_dump_options *o = d->own->options;
-    for (int i = 0; i < o->n_metadata; i++)
-        if (!strcmp(o->metadata[i][0], key)) return o->metadata[i][1];
     for (int i = 0; i < d->own->n_archives; i++) {
         const char *text = cg_archive_metadata(d->own->archives[i], key);
         if (text) return text;
     }
+    const cg_dump_options *o = d->own->options;
+    for (int i = 0; i < o->n_metadata; i++)
+        if (!strcmp(o->metadata[i][0], key)) return o->metadata[i][1];
     return NULL;
 }
 
@@ -480,12 +520,28 @@ static bool read_numbers(cg_dump *d, cg_error *error) {
         if (!read_number(d, i, &x[i], error)) return false;
     d->ratio = isnan(x[RATIO]) ? 0 : (int64_t)x[RATIO];
     d->window = isnan(x[WINDOW]) ? 0 : (int64_t)x[WINDOW];
-    d->topk_asked = isnan(x[TOPK]) ? -1 : (int64_t)x[TOPK];
+    d->k_asked = isnan(x[TOPK]) ? -1 : (int64_t)x[TOPK];
     d->scale = x[SCALE];
     d->coeff = x[COEFF];
     if (!d->ratio)
         return cg_fail(error, CG_BAD_INPUT, "ratio is needed (tokens per compressed row): give --ratio N");
     return true;
+}
+
+/* "mean" counts real rows, as everywhere else. */
+static bool read_reduction(const char *where, const char *text, int *value, cg_error *error) {
+    const char *const *names = cg_axis_values(CG_AXIS_REDUCTION);
+    char known[256] = "mean";
+    size_t n = strlen(known);
+    *value = CG_REDUCTION_IS_MEAN_REAL;
+    if (!strcmp(text, known)) return true;
+    for (int i = 0; names[i]; i++) {
+        *value = i;
+        if (!strcmp(text, names[i])) return true;
+        n += (size_t)snprintf(known + n, sizeof known - n, "%s%s", names[i + 1] ? ", " : " or ", names[i]);
+    }
+    return cg_fail(error, CG_BAD_INPUT, "reduction of %s: expected %s, got \"%s\"", where, known,
+                   cg_shown(text).text);
 }
 
 /* Support and reduction are settings that every framework has: where the dump says which, that one is expected. */
@@ -504,8 +560,8 @@ static bool read_declared(cg_dump *d, cg_error *error) {
         d->declared.value[CG_AXIS_SUPPORT] = yes ? CG_SUPPORT_IS_SPARSE : CG_SUPPORT_IS_DENSE;
         break;
     }
-    if (word_of(d, "reduction", text, sizeof text) && !strcmp(text, "sum"))
-        d->declared.value[CG_AXIS_REDUCTION] = CG_REDUCTION_IS_SUM;
+    const char *where = word_of(d, "reduction", text, sizeof text);
+    if (where && !read_reduction(where, text, &d->declared.value[CG_AXIS_REDUCTION], error)) return false;
     const char *contract = metadata(d, "contract");
     if (contract) d->has_claim = cg_contract_parse(contract, &d->claimed, NULL);
     return true;
@@ -555,6 +611,12 @@ static bool place(cg_dump_array *a, const char *pattern, const int64_t *size) {
             a->heads = dims[i];
             a->head_stride = stride[i];
             break;
+        case 'X':
+        case 'Y':
+            a->width = size[pattern[i] == 'X' ? 'D' : 'E'];
+            a->heads = dims[i] / a->width;
+            a->head_stride = a->width * stride[i];
+            break;
         default:
             a->width = dims[i];
         }
@@ -578,8 +640,8 @@ static bool place_any(cg_dump *d, cg_dump_id id, const char *const *patterns, co
     return misfit(&d->array[id], expected, error);
 }
 
-/* Packed, or which of the first two sizes of `a` is the batch. */
-static bool find_layout(cg_dump *d, const cg_dump_array *a, cg_error *error) {
+/* Packed, or which of the first two sizes of `a` is the batch; `inner` sizes stand behind those of rows. */
+static bool find_layout(cg_dump *d, const cg_dump_array *a, int inner, cg_error *error) {
     const cg_dump_options *o = d->own->options;
     const char *told = o->layout ? o->layout : metadata(d, "layout");
     const int n = a->shape.n_dims;
@@ -588,7 +650,6 @@ static bool find_layout(cg_dump *d, const cg_dump_array *a, cg_error *error) {
     if (told && strcmp(told, "sbhd") && strcmp(told, "bshd") && strcmp(told, "thd"))
         return cg_fail(error, CG_BAD_INPUT, "%s: expected sbhd, bshd or thd, got \"%s\"",
                        o->layout ? "--layout" : "layout", cg_shown(told).text);
-    const int inner = a == &d->array[CG_DUMP_WEIGHTS] ? 1 : 2;
     if (n != inner + 1 && n != inner + 2)
         return misfit(a, inner == 2 ? "3 sizes (packed) or 4" : "2 sizes (packed) or 3", error);
     if (!told) told = n == inner + 1 || cg_dump_has(d, CG_DUMP_CU_SEQLENS) ? "thd" : NULL;
@@ -632,6 +693,19 @@ static int64_t size_before_last(const cg_dump_array *a) {
     return a->shape.n_dims > 1 ? a->shape.dims[a->shape.n_dims - 2] : 1;
 }
 
+/* Heads, and the width of one. Frameworks also merge the two sizes, [.., heads * width]: then the width is that
+ * of `keys`, which all heads share, and the heads are n_per_head where that is known (not 0). True: merged. */
+static bool find_heads(const cg_dump_array *a, const cg_dump_array *keys, int64_t n_per_head, int64_t *heads,
+                       int64_t *width) {
+    const int64_t last = a->name ? last_size(a) : 0, shared = keys->name ? last_size(keys) : 0;
+    const bool merged = last > 0 && shared > 0 && last % shared == 0 &&
+                        (last != shared || a->shape.n_dims == 2) &&
+                        (!n_per_head || last / shared == n_per_head);
+    *heads = !a->name ? 0 : merged ? last / shared : size_before_last(a);
+    *width = merged || !a->name ? shared : last;
+    return merged;
+}
+
 static bool expect_kind(const cg_dump_array *a, bool integers, cg_error *error) {
     const bool is = a->dtype == CG_I32 || a->dtype == CG_I64 || a->dtype == CG_U8;
     if (!a->name || is == integers) return true;
@@ -648,12 +722,17 @@ static bool place_arrays(cg_dump *d, cg_error *error) {
         if (!expect_kind(&d->array[id], whole, error)) return false;
     }
     const cg_dump_array *query = &d->array[CG_DUMP_QUERY], *index = &d->array[CG_DUMP_Q_INDEXER];
-    if (!find_layout(d, query->name ? query : index, error)) return false;
-    d->H = query->name ? size_before_last(query) : 0;
-    d->D = query->name ? last_size(query) : 0;
-    d->Hi = index->name ? size_before_last(index) : 0;
-    d->Di = index->name ? last_size(index) : 0;
-    d->K = cg_dump_has(d, CG_DUMP_TOPK) ? last_size(&d->array[CG_DUMP_TOPK]) : d->topk_asked;
+    const cg_dump_array *kv = &d->array[CG_DUMP_KV], *sink = &d->array[CG_DUMP_SINK],
+                        *weights = &d->array[CG_DUMP_WEIGHTS];
+    const bool query_merged = find_heads(query, kv->name ? kv : &d->array[CG_DUMP_COMPRESSED_KV],
+                                         sink->name ? cg_shape_count(&sink->shape) : 0, &d->H, &d->D),
+               index_merged = find_heads(index, &d->array[CG_DUMP_K_INDEXER],
+                                         weights->name ? last_size(weights) : 0, &d->Hi, &d->Di);
+    if (!find_layout(d, query->name ? query : index, (query->name ? query_merged : index_merged) ? 1 : 2,
+                     error))
+        return false;
+    d->K = cg_dump_has(d, CG_DUMP_TOPK) ? last_size(&d->array[CG_DUMP_TOPK]) : d->k_asked;
+    if (d->k_asked < 0) d->k_asked = d->K;
 
     if (query->name && (d->H < 1 || d->D < 1)) return misfit(query, "at least one head and one channel", error);
     if (index->name && (d->Hi < 1 || d->Di < 1))
@@ -667,6 +746,8 @@ static bool place_arrays(cg_dump *d, cg_error *error) {
     size['D'] = d->D ? d->D : -1;
     size['G'] = d->Hi ? d->Hi : -1;
     size['E'] = d->Di ? d->Di : -1;
+    size['X'] = d->H ? d->H * d->D : -2; /* merged, only where the split is known */
+    size['Y'] = d->Hi ? d->Hi * d->Di : -2;
     const bool packed = !strcmp(d->layout, "thd"), s_first = !strcmp(d->layout, "sbhd");
     char sizes[160];
     snprintf(sizes, sizeof sizes,
@@ -677,12 +758,12 @@ static bool place_arrays(cg_dump *d, cg_error *error) {
         cg_dump_id id;
         const char *packed[3], *s_first[5], *b_first[5];
     } forms[] = {
-        {CG_DUMP_Q_INDEXER, {"SGE"}, {"SBGE"}, {"BSGE"}},
+        {CG_DUMP_Q_INDEXER, {"SGE", "SY"}, {"SBGE", "SBY"}, {"BSGE", "BSY"}},
         {CG_DUMP_WEIGHTS, {"SG"}, {"SBG"}, {"BSG"}},
-        {CG_DUMP_QUERY, {"SHD"}, {"SBHD"}, {"BSHD"}},
+        {CG_DUMP_QUERY, {"SHD", "SX"}, {"SBHD", "SBX"}, {"BSHD", "BSX"}},
         {CG_DUMP_KV, {"SD"}, {"SBD"}, {"BSD"}},
-        {CG_DUMP_DOUT, {"SHD"}, {"SBHD"}, {"BSHD"}},
-        {CG_DUMP_OUTPUT, {"SHD"}, {"SBHD"}, {"BSHD"}},
+        {CG_DUMP_DOUT, {"SHD", "SX"}, {"SBHD", "SBX"}, {"BSHD", "BSX"}},
+        {CG_DUMP_OUTPUT, {"SHD", "SX"}, {"SBHD", "SBX"}, {"BSHD", "BSX"}},
         {CG_DUMP_K_INDEXER, {"nE"}, {"nBE"}, {"BnE"}},
         {CG_DUMP_COMPRESSED_KV, {"nD"}, {"nBD"}, {"BnD"}},
         {CG_DUMP_TOPK, {"SK"}, {"BSK", "SBK"}, {"BSK", "SBK"}},
@@ -697,10 +778,10 @@ static bool place_arrays(cg_dump *d, cg_error *error) {
         {CG_DUMP_WINDOW_LSE, {"HS", "SH"}, {"BHS", "BSH", "SBH"}, {"BHS", "BSH"}},
         {CG_DUMP_SINK, {"H"}, {"H"}, {"H"}},
         {CG_DUMP_GRAD_SINK, {"H"}, {"H"}, {"H"}},
-        {CG_DUMP_GRAD_Q_INDEXER, {"SGE"}, {"SBGE"}, {"BSGE"}},
+        {CG_DUMP_GRAD_Q_INDEXER, {"SGE", "SY"}, {"SBGE", "SBY"}, {"BSGE", "BSY"}},
         {CG_DUMP_GRAD_WEIGHTS, {"SG"}, {"SBG"}, {"BSG"}},
         {CG_DUMP_GRAD_K_INDEXER, {"nE"}, {"nBE"}, {"BnE"}},
-        {CG_DUMP_GRAD_QUERY, {"SHD"}, {"SBHD"}, {"BSHD"}},
+        {CG_DUMP_GRAD_QUERY, {"SHD", "SX"}, {"SBHD", "SBX"}, {"BSHD", "BSX"}},
         {CG_DUMP_GRAD_KV, {"SD"}, {"SBD"}, {"BSD"}},
         {CG_DUMP_GRAD_COMPRESSED_KV, {"nD"}, {"nBD"}, {"BnD"}},
         {CG_DUMP_LOSS, {""}, {""}, {""}},
@@ -768,77 +849,101 @@ static bool read_offsets(const cg_dump *d, cg_dump_id id, int64_t n, int64_t mos
     return true;
 }
 
-static bool make_segments(cg_dump *d, cg_error *error) {
-    const bool packed = !strcmp(d->layout, "thd"), told = packed && cg_dump_has(d, CG_DUMP_CU_SEQLENS);
-    if (told && d->array[CG_DUMP_CU_SEQLENS].width < 1)
-        return misfit(&d->array[CG_DUMP_CU_SEQLENS], "at least one entry, 0", error);
-    d->B = told ? d->array[CG_DUMP_CU_SEQLENS].width - 1 : packed ? 1 : d->batch;
-    if (packed && !told && d->keys_per_sequence && d->keys_per_sequence != d->T / d->ratio)
-        return cg_fail(error, CG_BAD_INPUT,
-                       "cu_seqlens_q is needed: %lld compressed rows are not those of one segment of "
-                       "%lld tokens at ratio %lld",
-                       (long long)d->keys_per_sequence, (long long)d->T, (long long)d->ratio);
-    const size_t n = (size_t)d->B + 2;
-    int64_t *block = calloc(6 * n + (size_t)d->T, sizeof *block);
-    if (!block) return cg_fail(error, CG_FAILED, "out of memory for %lld segments", (long long)d->B);
-    d->start = block;
-    d->real = block + n;
-    d->physical = block + 2 * n;
-    d->first_key = block + 3 * n;
-    d->n_keys = block + 4 * n;
-    int64_t *offsets = block + 5 * n;
-    d->segment = block + 6 * n;
-    if (told) {
-        if (!read_offsets(d, CG_DUMP_CU_SEQLENS, d->B + 1, d->T, offsets, error)) return false;
-    } else {
-        for (int64_t b = 0; b <= d->B; b++) offsets[b] = b * d->S;
+static bool masked_real(const cg_dump *d, int64_t t) {
+    const cg_dump_array *a = &d->array[CG_DUMP_VALID_ROWS];
+    return integer(a, place_of(d, a, t)) != 0;
+}
+
+/* Real rows by running sums of their numbers. */
+static bool read_real_offsets(cg_dump *d, int64_t *offsets, cg_error *error) {
+    const cg_dump_array *real = &d->array[CG_DUMP_CU_REAL], *physical = &d->array[CG_DUMP_CU_SEQLENS];
+    if (!read_offsets(d, CG_DUMP_CU_REAL, d->B + 1, d->T, offsets, error)) return false;
+    int64_t smaller = 0;
+    bool swapped = physical->name && physical->width == d->B + 1;
+    for (int64_t b = d->B; b >= 0 && swapped; b--) {
+        const int64_t x = integer(physical, b);
+        swapped = x <= offsets[b];
+        if (x < offsets[b]) smaller = b;
     }
+    if (swapped && smaller)
+        return cg_fail(
+            error, CG_BAD_INPUT,
+            "%s: %s and %s look swapped: entry %lld of the offsets of physical rows is %lld, that of "
+            "the running sums of real lengths %lld, and none is larger",
+            physical->file, cg_shown(physical->name).text, cg_shown(real->name).text, (long long)smaller,
+            (long long)integer(physical, smaller), (long long)offsets[smaller]);
     for (int64_t b = 0; b < d->B; b++) {
-        d->start[b] = offsets[b];
-        d->real[b] = d->physical[b] = offsets[b + 1] - offsets[b];
-        d->n_keys[b] = d->physical[b] / d->ratio;
-        d->N = d->n_keys[b] > d->N ? d->n_keys[b] : d->N;
+        d->real[b] = offsets[b + 1] - offsets[b];
+        if (d->real[b] > d->physical[b])
+            return cg_fail(error, CG_BAD_INPUT, "%s: %s gives segment %lld %lld real rows, but it has %lld",
+                           real->file, cg_shown(real->name).text, (long long)b, (long long)d->real[b],
+                           (long long)d->physical[b]);
     }
-    for (int64_t t = 0; t < d->T; t++) d->segment[t] = -1;
-    for (int64_t b = 0; b < d->B; b++)
-        for (int64_t p = 0; p < d->physical[b]; p++) d->segment[d->start[b] + p] = b;
+    return true;
+}
 
-    if (packed && cg_dump_has(d, CG_DUMP_CU_REAL)) {
-        const cg_dump_array *a = &d->array[CG_DUMP_CU_REAL];
-        if (!read_offsets(d, CG_DUMP_CU_REAL, d->B + 1, d->T, offsets, error)) return false;
-        for (int64_t b = 0; b < d->B; b++) {
-            d->real[b] = offsets[b + 1] - offsets[b];
-            if (d->real[b] > d->physical[b])
-                return cg_fail(error, CG_BAD_INPUT, "%s: %s gives segment %lld %lld real rows, but it has %lld",
-                               a->file, cg_shown(a->name).text, (long long)b, (long long)d->real[b],
-                               (long long)d->physical[b]);
-        }
-    } else if (cg_dump_has(d, CG_DUMP_VALID_ROWS)) {
-        const cg_dump_array *a = &d->array[CG_DUMP_VALID_ROWS];
-        for (int64_t b = 0; b < d->B; b++) {
-            bool ended = false;
-            d->real[b] = 0;
-            for (int64_t p = 0; p < d->physical[b]; p++) {
-                const int64_t t = d->start[b] + p;
-                const bool real = integer(a, t / d->S * a->batch_stride + t % d->S * a->row_stride) != 0;
-                if (real && ended)
-                    return cg_fail(error, CG_BAD_INPUT,
-                                   "%s: %s has a real row (segment %lld, position %lld) behind padding: "
-                                   "real rows must come first",
-                                   a->file, cg_shown(a->name).text, (long long)b, (long long)p);
-                ended |= !real;
-                d->real[b] += real;
-            }
+/* Real rows by a mask over rows. */
+static bool read_mask(cg_dump *d, cg_error *error) {
+    const cg_dump_array *a = &d->array[CG_DUMP_VALID_ROWS];
+    for (int64_t b = 0; b < d->B; b++) {
+        bool ended = false;
+        d->real[b] = 0;
+        for (int64_t p = 0; p < d->physical[b]; p++) {
+            const bool real = masked_real(d, d->start[b] + p);
+            if (real && ended)
+                return cg_fail(error, CG_BAD_INPUT,
+                               "%s: %s has a real row (segment %lld, position %lld) behind padding: "
+                               "real rows must come first",
+                               a->file, cg_shown(a->name).text, (long long)b, (long long)p);
+            ended |= !real;
+            d->real[b] += real;
         }
     }
+    return true;
+}
 
-    /* compressed rows */
+/* The mask beside offsets must say the same of every row. */
+static bool check_mask(const cg_dump *d, bool real_told, cg_error *error) {
+    const cg_dump_array *a = &d->array[CG_DUMP_VALID_ROWS],
+                        *other = &d->array[real_told ? CG_DUMP_CU_REAL : CG_DUMP_CU_SEQLENS];
+    for (int64_t t = 0; t < d->T; t++) {
+        const int64_t s = d->segment[t];
+        const bool real = masked_real(d, t);
+        if (real == cg_dump_is_real(d, t)) continue;
+        const long long mask = (long long)integer(a, place_of(d, a, t));
+        const cg_shown_word name = cg_shown(a->name), other_name = cg_shown(other->name);
+        if (s < 0)
+            return cg_fail(error, CG_BAD_INPUT,
+                           "%s: %s of row %lld is %lld, but %s has no segment with that row", a->file,
+                           name.text, (long long)t, mask, other_name.text);
+        return cg_fail(error, CG_BAD_INPUT,
+                       "%s: %s of segment %lld, position %lld is %lld, but %s gives the segment %lld real rows",
+                       a->file, name.text, (long long)s, (long long)(t - d->start[s]), mask, other_name.text,
+                       (long long)d->real[s]);
+    }
+    return true;
+}
+
+/* Where frameworks have offsets of keys, those of tokens may stand in their place. */
+static bool are_token_offsets(const cg_dump *d, const cg_dump_array *a) {
+    static const cg_dump_id tokens[] = {CG_DUMP_CU_SEQLENS, CG_DUMP_CU_REAL};
+    bool equal = false;
+    for (int i = 0; i < 2 && !equal && !strstr(a->name, "comp"); i++) {
+        const cg_dump_array *b = &d->array[tokens[i]];
+        equal = b->name && a->width == b->width;
+        for (int64_t k = 0; k < a->width && equal; k++) equal = integer(a, k) == integer(b, k);
+    }
+    return equal && d->ratio > 1;
+}
+
+static bool place_keys(cg_dump *d, int64_t *offsets, cg_error *error) {
+    const bool packed = !strcmp(d->layout, "thd");
     const int64_t there = d->keys_per_sequence;
     if (packed) {
+        const cg_dump_array *a = &d->array[CG_DUMP_CU_COMPRESSED];
         for (int64_t b = 0; b < d->B; b++) d->first_key[b + 1] = d->first_key[b] + d->n_keys[b];
         d->C = d->first_key[d->B];
-        if (cg_dump_has(d, CG_DUMP_CU_COMPRESSED)) {
-            const cg_dump_array *a = &d->array[CG_DUMP_CU_COMPRESSED];
+        if (a->name && !are_token_offsets(d, a)) {
             if (!read_offsets(d, CG_DUMP_CU_COMPRESSED, d->B + 1, there ? there : INT64_MAX, offsets, error))
                 return false;
             for (int64_t b = 0; b < d->B; b++)
@@ -864,6 +969,58 @@ static bool make_segments(cg_dump *d, cg_error *error) {
                            (long long)d->ratio);
     }
     return true;
+}
+
+/* Room for B segments and T rows; also for B + 1 offsets, which are returned. NULL: no memory. */
+static int64_t *new_segments(cg_dump *d) {
+    const size_t n = (size_t)d->B + 2;
+    int64_t *block = d->start = calloc(6 * n + (size_t)d->T, sizeof *block);
+    if (!block) return NULL;
+    d->real = block + n;
+    d->physical = block + 2 * n;
+    d->first_key = block + 3 * n;
+    d->n_keys = block + 4 * n;
+    d->segment = block + 6 * n;
+    return block + 5 * n;
+}
+
+/* Segments of all the rows between their offsets. */
+static void fill_segments(cg_dump *d, const int64_t *offsets) {
+    d->N = 0;
+    for (int64_t t = 0; t < d->T; t++) d->segment[t] = -1;
+    for (int64_t b = 0; b < d->B; b++) {
+        d->start[b] = offsets[b];
+        d->real[b] = d->physical[b] = offsets[b + 1] - offsets[b];
+        d->n_keys[b] = d->physical[b] / d->ratio;
+        d->N = d->n_keys[b] > d->N ? d->n_keys[b] : d->N;
+        for (int64_t t = offsets[b]; t < offsets[b + 1]; t++) d->segment[t] = b;
+    }
+}
+
+static bool make_segments(cg_dump *d, cg_error *error) {
+    const bool packed = !strcmp(d->layout, "thd"), told = packed && cg_dump_has(d, CG_DUMP_CU_SEQLENS),
+               real_told = packed && cg_dump_has(d, CG_DUMP_CU_REAL),
+               masked = cg_dump_has(d, CG_DUMP_VALID_ROWS);
+    if (told && d->array[CG_DUMP_CU_SEQLENS].width < 1)
+        return misfit(&d->array[CG_DUMP_CU_SEQLENS], "at least one entry, 0", error);
+    d->B = told ? d->array[CG_DUMP_CU_SEQLENS].width - 1 : packed ? 1 : d->batch;
+    if (packed && !told && d->keys_per_sequence && d->keys_per_sequence != d->T / d->ratio)
+        return cg_fail(error, CG_BAD_INPUT,
+                       "cu_seqlens_q is needed: %lld compressed rows are not those of one segment of "
+                       "%lld tokens at ratio %lld",
+                       (long long)d->keys_per_sequence, (long long)d->T, (long long)d->ratio);
+    int64_t *offsets = new_segments(d);
+    if (!offsets) return cg_fail(error, CG_FAILED, "out of memory for %lld segments", (long long)d->B);
+    if (told) {
+        if (!read_offsets(d, CG_DUMP_CU_SEQLENS, d->B + 1, d->T, offsets, error)) return false;
+    } else {
+        for (int64_t b = 0; b <= d->B; b++) offsets[b] = b * d->S;
+    }
+    fill_segments(d, offsets);
+    if (real_told && !read_real_offsets(d, offsets, error)) return false;
+    if (masked && !real_told && !read_mask(d, error)) return false;
+    if (masked && !check_mask(d, real_told, error)) return false;
+    return place_keys(d, offsets, error);
 }
 
 /* [T, N] tensors: whose columns are they? */
@@ -893,19 +1050,61 @@ static bool place_columns(cg_dump *d, cg_error *error) {
 
 /* ---- values ---- */
 
-/* What lists count from, and that they stay within the segment. */
-static bool check_lists(cg_dump *d, cg_error *error) {
-    static const cg_dump_id ids[] = {CG_DUMP_TOPK, CG_DUMP_ATTN_TOPK};
-    const char *told = d->own->options->index ? d->own->options->index : metadata(d, "index");
-    bool fits[2] = {true, true}, sees[2] = {true, true}, differ = false;
+static const cg_dump_id list_ids[] = {CG_DUMP_TOPK, CG_DUMP_ATTN_TOPK};
+
+static bool lists_fit(const cg_dump *d) {
     for (int i = 0; i < 2; i++) {
-        const cg_dump_array *a = &d->array[ids[i]];
+        const cg_dump_array *a = &d->array[list_ids[i]];
+        for (int64_t t = 0; a->name && t < d->T; t++)
+            for (int64_t k = 0; cg_dump_is_real(d, t) && k < a->width; k++) {
+                const int64_t x = integer(a, place_of(d, a, t) + k);
+                if (x != -1 && key_of(d, d->segment[t], x) < 0) return false;
+            }
+    }
+    return true;
+}
+
+/* A sentence of the first entry that is no key of its row's segment. */
+static bool refuse_lists(const cg_dump *d, cg_error *error) {
+    cg_dump *misread = cg_dump_misread(d, CG_MISREAD_KEYS_PACKED, NULL);
+    const bool explained = misread && lists_fit(misread);
+    cg_dump_close(misread);
+    for (int i = 0; i < 2; i++) {
+        const cg_dump_array *a = &d->array[list_ids[i]];
+        for (int64_t t = 0; a->name && t < d->T; t++)
+            for (int64_t k = 0; cg_dump_is_real(d, t) && k < a->width; k++) {
+                const int64_t x = integer(a, place_of(d, a, t) + k), s = d->segment[t],
+                              first = d->index == CG_INDEX_GLOBAL ? d->first_key[s] : 0;
+                if (x == -1 || key_of(d, s, x) >= 0) continue;
+                char range[64] = "";
+                if (d->n_keys[s])
+                    snprintf(range, sizeof range, " or %lld to %lld", (long long)first,
+                             (long long)(first + d->n_keys[s] - 1));
+                return cg_fail(error, CG_BAD_INPUT,
+                               "%s: %s of segment %lld, position %lld, slot %lld is %lld, expected -1%s%s",
+                               a->file, cg_shown(a->name).text, (long long)s, (long long)(t - d->start[s]),
+                               (long long)k, (long long)x, range,
+                               explained ? " (all lists fit where running sums of real lengths are taken for "
+                                           "the offsets of physical rows)"
+                                         : "");
+            }
+    }
+    return true;
+}
+
+/* What lists count from, and that those of real rows stay within the segment. Those of padding say nothing. */
+static bool check_lists(cg_dump *d, cg_error *error) {
+    const char *told = d->own->options->index ? d->own->options->index : metadata(d, "index");
+    bool fits[2] = {true, true}, sees[2] = {true, true}, differ = false, marked = true;
+    for (int i = 0; i < 2; i++) {
+        const cg_dump_array *a = &d->array[list_ids[i]];
         for (int64_t t = 0; a->name && t < d->T; t++) {
-            const int64_t s = d->segment[t], at = t / d->S * a->batch_stride + t % d->S * a->row_stride;
-            for (int64_t k = 0; s >= 0 && k < a->width; k++) {
-                const int64_t x = integer(a, at + k), y = x - d->first_key[s];
+            if (!cg_dump_is_real(d, t)) continue;
+            const int64_t s = d->segment[t], at = place_of(d, a, t), visible = cg_dump_visible(d, t);
+            for (int64_t k = 0; k < a->width; k++) {
+                const int64_t x = integer(a, at + k), y = x - (x < 0 ? 0 : d->first_key[s]);
+                marked &= x >= -1;
                 if (x < 0) continue;
-                const int64_t visible = cg_dump_visible(d, t);
                 fits[CG_INDEX_LOCAL] &= x < d->n_keys[s];
                 fits[CG_INDEX_GLOBAL] &= y >= 0 && y < d->n_keys[s];
                 sees[CG_INDEX_LOCAL] &= x < visible;
@@ -923,27 +1122,11 @@ static bool check_lists(cg_dump *d, cg_error *error) {
     else if (!differ || fits[0] != fits[1] || sees[0] != sees[1])
         d->index =
             differ && (fits[0] != fits[1] ? fits[1] : sees[1] && !sees[0]) ? CG_INDEX_GLOBAL : CG_INDEX_LOCAL;
-    else if (fits[0])
+    else if (fits[0] && marked)
         return cg_fail(error, CG_BAD_INPUT,
                        "the index lists may count from the segment or from the whole array: give "
                        "--index local or global");
-    for (int i = 0; i < 2 && !fits[d->index]; i++) {
-        const cg_dump_array *a = &d->array[ids[i]];
-        for (int64_t t = 0; a->name && t < d->T; t++) {
-            const int64_t s = d->segment[t], at = t / d->S * a->batch_stride + t % d->S * a->row_stride;
-            for (int64_t k = 0; s >= 0 && k < a->width; k++) {
-                const int64_t x = integer(a, at + k), first = d->index == CG_INDEX_GLOBAL ? d->first_key[s] : 0;
-                if (x >= 0 && (x < first || x >= first + d->n_keys[s]))
-                    return cg_fail(error, CG_BAD_INPUT,
-                                   "%s: %s of segment %lld, position %lld, slot %lld is %lld, expected -1 "
-                                   "or %lld to %lld",
-                                   a->file, cg_shown(a->name).text, (long long)s, (long long)(t - d->start[s]),
-                                   (long long)k, (long long)x, (long long)first,
-                                   (long long)(first + d->n_keys[s] - 1));
-            }
-        }
-    }
-    return true;
+    return (fits[d->index] && marked) || refuse_lists(d, error);
 }
 
 static bool not_finite(const cg_dump *d, cg_dump_id id, int64_t segment, int64_t place, bool key,
@@ -1059,11 +1242,38 @@ cg_dump *cg_dump_open(const cg_dump_options *options, cg_error *error) {
             cg_fail(error, CG_BAD_INPUT,
                     "%s: neither query nor q_indexer is there, so nothing of CSA can be judged; name them "
                     "with --map",
-                    options->n_paths ? options->paths[0] : "no file");
+                    options->n_paths     ? options->paths[0]
+                    : options->n_tensors ? in_memory
+                                         : "no file");
         }
     }
     cg_dump_close(d);
     return NULL;
+}
+
+cg_dump *cg_dump_misread(const cg_dump *d, cg_dump_misreading how, cg_error *error) {
+    bool differs = false;
+    for (int64_t b = 0; b < d->B; b++) differs |= d->real[b] != d->physical[b];
+    if (!differs || strcmp(d->layout, "thd") || !cg_dump_has(d, CG_DUMP_CU_REAL)) return NULL;
+    cg_dump *view = malloc(sizeof *view);
+    struct cg_dump_private *own = calloc(1, sizeof *own);
+    if (view) *view = *d;
+    int64_t *offsets = view ? new_segments(view) : NULL;
+    if (!offsets || !own) {
+        free(view);
+        free(own);
+        cg_fail(error, CG_FAILED, "out of memory for %lld segments", (long long)d->B);
+        return NULL;
+    }
+    view->own = own; /* no archive: the tensors are borrowed */
+    memcpy(own->columns, d->own->columns, sizeof own->columns);
+    for (int64_t b = 0; b < d->B; b++) offsets[b + 1] = offsets[b] + d->real[b];
+    fill_segments(view, offsets);
+    for (int64_t b = 0; b < d->B; b++)
+        view->first_key[b + 1] =
+            how == CG_MISREAD_KEYS_PACKED ? view->first_key[b] + view->n_keys[b] : d->first_key[b + 1];
+    view->C = view->first_key[d->B];
+    return view;
 }
 
 void cg_dump_close(cg_dump *d) {

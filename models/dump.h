@@ -67,10 +67,11 @@ typedef struct cg_dump {
     int64_t *segment;                                      /* [T], -1: behind the last one */
     int64_t C, N;                                          /* compressed rows in all; of the longest segment */
     int64_t keys_per_sequence;
-    int64_t H, D, Hi, Di, K; /* 0 where unknown; K: width of the lists, or what selection is asked for */
+    int64_t H, D, Hi, Di; /* 0 where unknown */
+    int64_t K;            /* width of the lists to read; without lists as k_asked */
+    int64_t k_asked;      /* what selection is asked for, topk; not given: the width of the lists, else -1 */
     int64_t ratio, window;
     double scale, coeff;  /* NAN: not given */
-    int64_t topk_asked;   /* -1: not given */
     cg_dump_origin index; /* what lists count from */
     bool index_told;      /* ... follows from the values or an option */
     double lse_base;      /* 0: to be told from values */
@@ -86,10 +87,6 @@ typedef struct cg_dump {
 typedef struct cg_dump_options {
     const char *const *paths;
     int n_paths;
-    const cg_named_tensor *tensors; /* in place of files: arrays in memory, which must outlive the dump */
-    int n_tensors;
-    const char *const (*metadata)[2]; /* ... and what a file's metadata would say */
-    int n_metadata;
     const char *config;               /* JSON file of numbers; NULL: none */
     const char *const (*settings)[2]; /* numbers by name, above the file's: {"ratio", "4"} */
     int n_settings;
@@ -98,10 +95,20 @@ typedef struct cg_dump_options {
     const char *layout; /* NULL: to be found */
     const char *index;  /* "local", "global" or NULL */
     const char *lse;    /* "e", "2", "e-no-sink", "2-no-sink" or NULL */
+    /* A dump in memory, in place of files or beside them: tensors, aligned to their elements and alive until
+     * close, and what a file's metadata would say. */
+    const cg_named_tensor *tensors;
+    int n_tensors;
+    const char *const (*metadata)[2];
+    int n_metadata;
 } cg_dump_options;
 
-/* The files, checked: shapes, offsets, index lists, and that no input that a real row reads is NaN or infinite. NULL
- * with one sentence: file, tensor, place, expected, got. */
+/* The files, checked: shapes, offsets, index lists, and that no input that a real row reads is NaN or infinite.
+ * NULL with one sentence: file ("memory" for tensors given there), tensor, place, expected, got.
+ *
+ * Entries of a real row's list are -1, which stands for none, or keys of the segment, visible or not; lists may
+ * be wider than topk or narrower. Rows of padding may hold anything, in lists too. Facts that contradict are
+ * refused: a mask of rows beside other offsets, offsets that are swapped. */
 cg_dump *cg_dump_open(const cg_dump_options *options, cg_error *error);
 void cg_dump_close(cg_dump *dump); /* NULL is fine */
 
@@ -117,15 +124,31 @@ void cg_dump_key(const cg_dump *dump, cg_dump_id id, int64_t segment, int64_t ke
  * the row's list. */
 void cg_dump_columns(const cg_dump *dump, cg_dump_id id, int64_t t, int64_t n, double *out);
 
-/* The list of row t, counted from the segment's first key, -1: none. */
+/* The list of row t, as wide as the array, counted from the segment's first key. -1: none; in padding also what
+ * is no key of the segment. */
 void cg_dump_list(const cg_dump *dump, cg_dump_id id, int64_t t, int64_t *out);
 
 /* Compressed rows that row t may see; 0 behind the last segment. Padding rows: as if they were real. */
 int64_t cg_dump_visible(const cg_dump *dump, int64_t t);
 bool cg_dump_is_real(const cg_dump *dump, int64_t t);
 
-/* The coarsest type that holds every number of the array exactly; its own where they say nothing (0, small integers). */
+/* The type that an array's numbers need, whatever they are stored in: the first of bf16, f16, f32 and f64 that
+ * holds all of them exactly (NaN and infinities fit any). The stored one where no number has more than 4 bits
+ * from the first to the last that is set, as 0, 0.75 and 10 have: those say nothing. */
 cg_dtype cg_dump_holds(const cg_dump *dump, cg_dump_id id);
+
+/* The dump as code sees it that takes running sums of REAL lengths for PHYSICAL offsets: segment b starts at
+ * the sum of the real lengths before it and all its rows are real, real / ratio compressed rows belong to it,
+ * and rows behind the last segment to none. A second view of the same tensors, to be closed before the dump is.
+ * Lists are read by the same origin and not checked again (what is no key of the segment reads as -1), and rows
+ * that count as real here may be padding that holds anything. NULL without an error where there is nothing to
+ * misread: another layout than thd, no cu_seqlens_q_real, or one that is the same as the physical offsets. */
+typedef enum cg_dump_misreading {
+    CG_MISREAD_KEYS_PACKED, /* compressed rows of the segments one after another, without gaps */
+    CG_MISREAD_KEYS_KEPT    /* each segment's compressed rows begin where cu_seqlens_compressed says */
+} cg_dump_misreading;
+
+cg_dump *cg_dump_misread(const cg_dump *dump, cg_dump_misreading how, cg_error *error);
 
 /* Half the distance of neighbouring numbers near 1 in the tensor's type. */
 double cg_dtype_rounding(cg_dtype dtype);

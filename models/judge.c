@@ -35,11 +35,12 @@ static double largest(const double *x, int64_t n) {
 bool judge_row_new(const judge *j, judge_row *r) {
     const cg_dump *d = j->d;
     const size_t n = (size_t)d->N + 1, H = (size_t)d->H, G = (size_t)d->Hi;
+    const int64_t lists = d->K > d->array[CG_DUMP_ATTN_TOPK].width ? d->K : d->array[CG_DUMP_ATTN_TOPK].width;
+    const size_t K = lists > 0 ? (size_t)lists : 0; /* the wider of the two */
     size_t wide = H * (size_t)d->D;
     if (G * (size_t)(d->Di + 1) > wide) wide = G * (size_t)(d->Di + 1);
     if (n > wide) wide = n;
-    if ((size_t)d->K > wide && d->K > 0) wide = (size_t)d->K;
-    const size_t K = d->K > 0 ? (size_t)d->K : 0;
+    if (K > wide) wide = K;
     const size_t doubles =
         H * (size_t)d->D + 2 * H * n + 3 * H + G * (size_t)d->Di + G + G * n + 10 * n + 4 * wide;
     *r = (judge_row){0};

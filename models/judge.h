@@ -104,13 +104,14 @@ double judge_dot_noise(const judge *j, const judge_row *r);
 /* What is lost below the normal numbers of the type: frameworks flush it to 0. */
 double judge_floor(double stored);
 
-/* Unit of expected rounding of an element of tensor id at a level. noise 0: exactly `want` is expected. Coarser than f32, a
- * quarter of the worst is expected: such products are summed in f32, where their rounding averages out. */
+/* Unit of expected rounding of an element of tensor id at a level. noise 0: exactly `want` is expected. Coarser than
+ * f32, a quarter of the worst is expected: such products are summed in f32, where their rounding averages out. */
 double judge_unit(const judge *j, cg_dump_id id, judge_level level, double want, double noise);
 
 /* Compare n elements of row t of a tensor with what is wanted; noise[i] as above. per_head elements belong to a head
  * (0: none has one). kink[i], or NULL: what arithmetic coarser than f32 may change besides, on the other side of a
- * ReLU's corner. independent: how many numbers the elements are made of: a factor of one number says nothing. judge_same: no difference at the level in force. */
+ * ReLU's corner. independent: how many numbers the elements are made of; a factor of one number says nothing.
+ * judge_same: no difference at the level in force. */
 bool judge_same(const judge *j, cg_dump_id id, int64_t n, const double *got, const double *want,
                 const double *noise);
 void judge_compare(const judge *j, cg_dump_id id, judge_stat *stat, int64_t segment, int64_t position,

@@ -447,7 +447,8 @@ START_TEST(bad_values_are_refused) {
         {"in.cu_seqlens_q", 4, 49, "[4] is 49, but there are 48 rows"},
         {"in.cu_seqlens_q_real", 1, 13, "gives segment 0 13 real rows, but it has 12"},
         {"in.cu_seqlens_compressed", 1, 4, "compressed rows, expected 3: 12 tokens at ratio 4"},
-        {"out.topk", 3 * 11, 7, "is 7, expected -1 or 0 to 2"},
+        {"out.topk", 3 * 8, 7, "is 7, expected -1 or 0 to 2"},
+        {"out.topk", 3 * 8, -2, "position 8, slot 0 is -2, expected -1 or 0 to 2"},
     };
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         file f = load(vector("thd_padded_sparse_mean"));
@@ -479,7 +480,7 @@ START_TEST(bad_values_are_refused) {
         {"out.topk", CG_DIMS(48, 3), CG_F32, "has elements f32, expected i32 or i64"},
         {"in.query", CG_DIMS(48, 4, 16), CG_I32, "has elements i32, expected f32, f64, bf16 or f16"},
         {"out.target", CG_DIMS(48, 11), CG_F32, "has 11 columns, expected 12"},
-        {"in.query", CG_DIMS(48, 64), CG_F32, "expected 3 sizes (packed) or 4"},
+        {"in.query", CG_DIMS(48, 60), CG_F32, "expected 3 sizes (packed) or 4"},
         {"in.query", CG_DIMS(48, 0, 16), CG_F32, "in.query has shape [48, 0, 16], expected at least one head"},
     };
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
@@ -496,8 +497,9 @@ START_TEST(bad_values_are_refused) {
                                       {"softmax_scale", "nan", "softmax_scale of the metadata"},
                                       {"loss_coeff", "1e-3abc", "got \"1e-3abc\""},
                                       {"sparse", "maybe", "expected true or false"},
+                                      {"reduction", "foo", "mean-twice or mean-of-means, got \"foo\""},
                                       {"layout", "bhsd", "expected sbhd, bshd or thd"}};
-    for (int i = 0; i < 7; i++) {
+    for (int i = 0; i < 8; i++) {
         f = load(vector("thd_padded_sparse_mean"));
         set_meta(&f, numbers[i][0], numbers[i][1]);
         expect_refused(save(&f, "number.safetensors"), NULL, 0, numbers[i][2]);

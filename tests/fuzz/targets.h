@@ -165,6 +165,21 @@ static inline cg_dump *fuzz_open_dump(const char *path, cg_error *error) {
     return dump;
 }
 
+/* Whatever lists hold, they are read as keys of the row's segment. */
+static inline void fuzz_lists(const cg_dump *dump) {
+    for (int id = CG_DUMP_TOPK; id <= CG_DUMP_ATTN_TOPK; id++) {
+        const cg_dump_array *a = &dump->array[id];
+        int64_t *list = a->name ? malloc(sizeof *list * (size_t)(a->width + 1)) : NULL;
+        for (int64_t t = 0; list && t < dump->T; t++) {
+            const int64_t n = dump->segment[t] < 0 ? 0 : dump->n_keys[dump->segment[t]];
+            cg_dump_list(dump, (cg_dump_id)id, t, list);
+            for (int64_t k = 0; k < a->width; k++)
+                fuzz_expect(list[k] >= -1 && list[k] < n, "a key beyond the segment", cg_dump_names[id]);
+        }
+        free(list);
+    }
+}
+
 /* Every row that a dump offers. */
 static inline void fuzz_dump(const uint8_t *data, size_t size) {
     fuzz_file file = fuzz_file_make(data, size);
@@ -180,7 +195,12 @@ static inline void fuzz_dump(const uint8_t *data, size_t size) {
         double *row = malloc(sizeof *row * (size_t)(a->heads * a->width + 1));
         for (int64_t t = 0; t < dump->T; t++) cg_dump_row(dump, (cg_dump_id)id, t, row);
         free(row);
+        cg_dump_holds(dump, (cg_dump_id)id);
     }
+    if (dump) fuzz_lists(dump);
+    cg_dump *view = dump ? cg_dump_misread(dump, CG_MISREAD_KEYS_PACKED, &error) : NULL;
+    if (view) fuzz_lists(view);
+    cg_dump_close(view);
     cg_dump_close(dump);
     close(file.fd);
 }
