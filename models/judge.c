@@ -426,6 +426,9 @@ bool judge_factor_of(const judge *j, const judge_stat *const *stats, const cg_du
         bool own = true;
         for (int i = 0; i < n; i++) {
             own &= level >= j->own[ids[i]];
+            if (level >
+                j->free[ids[i]]) /* coarser bars take a few other numbers for a factor: all must show it */
+                own &= stats[i]->beyond * 2 >= stats[i]->rows;
             meet(&all, &stats[i]->factor[level]);
         }
         if (!own || !has_factor(j, &all)) continue;
