@@ -591,7 +591,6 @@ static void squares_at(setting *a, part *w, const int64_t *rows, int n_rows, dou
     for (int i = 0; i < TRIES; i++) squares[i] = a->tries[i] ? 0 : INFINITY;
     for (int k = 0; k < n_rows; k++) {
         row_begin(a, w, rows[k], false);
-        set_logit_size(a, w, row_under(a, w, V_RIGHT, &w->right));
         const int64_t n_keys = row_under(a, w, V_SCALE, &w->other);
         for (int i = 0; i < TRIES; i++) {
             const double *want, *noise;
@@ -599,8 +598,8 @@ static void squares_at(setting *a, part *w, const int64_t *rows, int n_rows, dou
             const int64_t n = numbers_of(a, w, i, n_keys, V_SCALE, &w->other, &want, &noise);
             const cg_dump_id id = judge_id_of_try(i);
             cg_dump_row(j->d, id, rows[k], w->got);
+            const double unit = (j->stored[id] + 8 * judge_rounding[j->own[id]]) * largest(w->got, n);
             for (int64_t m = 0; m < n; m++) {
-                const double unit = judge_unit(j, id, j->free[id], want[m], noise[m]);
                 const double error = w->got[m] == want[m] ? 0 : (w->got[m] - want[m]) / unit;
                 squares[i] += isnan(error) ? INFINITY : error * error;
             }
@@ -616,7 +615,7 @@ bool judge_find_scale(setting *a) {
     const double step = exp2(0.125), root = sqrt((double)d->D), scale = a->j->scale;
     int64_t rows[ROWS];
     int n_rows = 0, which = -1;
-    double best = INFINITY, factor = 1, squares[TRIES];
+    double best[TRIES], factors[TRIES], squares[TRIES];
     part *w = calloc(1, sizeof *w);
     const bool ok = w && part_new(a, w);
     const int64_t cost = (d->window + a->width + 1) * d->H * d->D, most = cost < 1 << 19 ? ROWS : 2;
@@ -627,8 +626,15 @@ bool judge_find_scale(setting *a) {
         const double x = k <= STEPS ? pow(step, k) : made[k - STEPS - 1];
         squares_at(a, w, rows, n_rows, x, squares);
         for (int i = 0; i < TRIES; i++)
-            if (squares[i] < best) best = squares[i], factor = x, which = i;
+            if (k == -STEPS || squares[i] < best[i]) best[i] = squares[i], factors[i] = x;
     }
+    /* the output tells most, then the best form of an lse */
+    const int order[TRIES] = {TRY_OUTPUT, TRY_LSE, TRY_LSE + 1, TRY_LSE + 2, TRY_LSE + 3, TRY_QUERY};
+    for (int i = 0; ok && i < TRIES; i++)
+        if (a->tries[order[i]] &&
+            (which < 0 || (which >= TRY_LSE && order[i] >= TRY_LSE && best[order[i]] < best[which])))
+            which = order[i];
+    double factor = which >= 0 ? factors[which] : 1, least = which >= 0 ? best[which] : 0;
     if (which >= 0 && factor > 0) { /* golden section */
         const double golden = (sqrt(5) - 1) / 2;
         double lo = factor / step, hi = factor * step;
@@ -637,22 +643,26 @@ bool judge_find_scale(setting *a) {
             for (int i = 0; i < 2; i++) {
                 squares_at(a, w, rows, n_rows, x[i], squares);
                 y[i] = squares[which];
-                if (y[i] < best) best = y[i], factor = x[i];
+                if (y[i] < least) least = y[i], factor = x[i];
             }
             if (y[0] < y[1])
                 hi = x[1];
             else
                 lo = x[0];
         }
-        const double room[] = {3e-3, 1e-4, 3e-6, 1e-8};
+        const double room[] = {3e-3, 1e-4, 3e-6, 1e-8}; /* then in few digits */
         const double numbers = (double)(n_rows * d->H * (which < TRY_LSE ? d->D : 1));
         bool simple = false;
-        for (int k = 0; k < 4 && !simple; k++) {
-            double x = judge_simplest(factor * (1 - room[k]), factor * (1 + room[k]));
-            for (int i = 2; i < MADE; i++)
+        for (int k = 0; k < 12 && !simple; k++) {
+            char digits[32];
+            snprintf(digits, sizeof digits, "%.*g", k - 1, factor);
+            double x =
+                k < 4 ? judge_simplest(factor * (1 - room[k]), factor * (1 + room[k])) : strtod(digits, NULL);
+            for (int i = 2; i < MADE && k < 4; i++)
                 if (fabs(made[i] - factor) <= room[k] * factor) x = made[i];
+            if (k < 4 && fabs(x / factor - 1) < 1e-14) continue; /* there is no simple one */
             squares_at(a, w, rows, n_rows, x, squares);
-            simple = squares[which] <= best * (1 + 9 / numbers) + 4;
+            simple = squares[which] <= least * (1 + 9 / numbers) + 4;
             if (simple) factor = x;
         }
     }

@@ -293,8 +293,8 @@ static bool judge_answers(setting *a, attempts *tries, result *right, result *ad
         if (!judge_under(a, V_RIGHT, adopted)) return false;
         const int listed = count_same(a, right), once = count_same(a, adopted);
         if (once != listed)
-            judge_note(j, "attention counts a key that a list holds twice %s",
-                       once > listed ? "once" : "twice");
+            judge_note(j, "attention counts a key that a list holds more than once %s",
+                       once > listed ? "once" : "as often as it stands there");
         if (once > listed) {
             result x = *right;
             *right = *adopted;
@@ -323,7 +323,8 @@ static bool judge_answers(setting *a, attempts *tries, result *right, result *ad
         if (main_one && !judge_under(a, main_one, adopted)) return false;
     }
     if (!report(a, right, adopted, main_one, found)) return false;
-    if (main_one == V_SCALE) j->scale *= a->factor;
+    const bool forward = found[0].fit || found[2].fit || (!a->has[A_OUTPUT] && !a->has[A_LSE]);
+    if (main_one == V_SCALE && forward) j->scale *= a->factor; /* the loss is judged with it */
     return true;
 }
 

@@ -169,12 +169,12 @@ static void judge_one(const judge *j, judge_row *r, tally *y) {
     }
     y->order += !ordered;
     for (int which = 0; which < RULES; which++) try_rule(j, r, (rule)which, room, y);
-    if (n > most && most > 0) { /* would coarser scores select others? */
+    if (n > most && most > 0) { /* do coarser scores select others as often as not? */
         select_largest(scores, n, most + 1, (int64_t *)r->x[2]);
         const int64_t *first = (int64_t *)r->x[2];
         const double margin = scores[first[most - 1]] - scores[first[most]];
         for (judge_level level = JUDGE_F16; level < JUDGE_LEVELS; level++)
-            y->open[level] += margin <= room_of(j, r, level);
+            y->open[level] += margin <= 0.25 * judge_rounding[level] * r->largest_score;
     }
     y->flipped += !fine;
     for (judge_level level = JUDGE_F16; level < JUDGE_LEVELS; level++)
