@@ -133,6 +133,15 @@ static void output_of(const setting *a, part *w, int64_t n, answer *to) {
     }
 }
 
+/* A sum's noise: that of its terms, which are independent, and that of adding them one by one. */
+static void add_noise(double *sum, double noise, double size) {
+    sum[0] += noise * noise;
+    sum[1] += size * size;
+    sum[2] += 1;
+}
+
+static double sum_noise(const double *sum) { return sqrt(sum[0]) + e_f32 * sqrt(sum[1] * sum[2]); }
+
 /* Gradient of sum(out * dout) towards q, and with `into` towards keys and sink. */
 static void gradient_of(const setting *a, part *w, int64_t n, variant v, answer *to, sums *into) {
     const judge *j = a->j;
@@ -140,7 +149,7 @@ static void gradient_of(const setting *a, part *w, int64_t n, variant v, answer 
     const double relative = row_noise(a, w), scale = j->scale * (v == V_SCALE ? a->factor : 1);
     memset(to->dq, 0, (size_t)(H * D) * sizeof *to->dq);
     for (int64_t h = 0; h < H; h++) {
-        double *p = w->p + h * n, *dp = w->x, delta = 0, size = 0, noise = 0, most_g = 0, most_q = 0;
+        double *p = w->p + h * n, *dp = w->x, delta = 0, size = 0, reach = 0, noise = 0, most_g = 0, most_q = 0;
         const double *g = w->dout + h * D, *q = w->r.q + h * D;
         for (int64_t c = 0; c < D; c++) {
             most_g = fmax(most_g, fabs(g[c]));
@@ -153,19 +162,21 @@ static void gradient_of(const setting *a, part *w, int64_t n, variant v, answer 
             for (int64_t c = 0; c < D; c++) x += g[c] * k[c];
             dp[i] = x;
             delta += p[i] * x;
-            size += p[i] * fabs(x);
+            size += p[i] * x * p[i] * x;
+            reach += p[i] * largest_of_key(a, w->key[i]);
         }
         /* the output that the forward saved has the sink in its weights */
         const double mass = v == V_LSE_NO_SINK ? exp(to->plain[h] - to->lse[h]) : 1;
         delta *= mass;
-        size *= mass;
-        const double dp_noise = sqrt((double)D) * e_f32 * most_g;
+        /* errors of single products are independent, that of delta all keys share */
+        const double dp_noise = sqrt((double)D) * e_f32 * most_g,
+                     delta_noise = mass * (sqrt(size) * relative + dp_noise * reach);
         for (int64_t i = 0; i < n; i++) {
             const double *k = key_row(j, w->key[i]), weight = p[i], ds = weight * (dp[i] - delta);
             const double most_k = largest_of_key(a, w->key[i]);
-            const double ds_noise = weight * ((fabs(dp[i]) + size) * relative + 2 * dp_noise * most_k);
+            const double own_noise = weight * (fabs(dp[i] - delta) * relative + 2 * dp_noise * most_k);
             for (int64_t c = 0; c < D; c++) to->dq[h * D + c] += scale * ds * k[c];
-            noise += fabs(scale) * ds_noise * most_k;
+            noise += own_noise * most_k * own_noise * most_k;
             if (!into) continue;
             const bool window = w->key[i] >= 0;
             const int64_t place = window ? w->key[i] - into->first : -1 - w->key[i];
@@ -175,16 +186,19 @@ static void gradient_of(const setting *a, part *w, int64_t n, variant v, answer 
                 value[c] += weight * g[c];
                 key[c] += scale * ds * q[c];
             }
-            (window ? into->kv_noise : into->ckv_noise)[place] +=
-                weight * most_g * relative + fabs(scale) * (ds_noise + 2 * e_f32 * fabs(ds)) * most_q;
+            add_noise((window ? into->kv_noise : into->ckv_noise) + SUM_NOISE * place,
+                      weight * most_g * relative + fabs(scale) * (own_noise + weight * delta_noise) * most_q,
+                      weight * most_g + fabs(scale * ds) * most_q);
         }
+        noise = fabs(scale) * (sqrt(noise) + delta_noise * reach);
         for (int64_t c = 0; c < D; c++) to->dq_noise[h * D + c] = noise + 4 * e_f32 * fabs(to->dq[h * D + c]);
         if (!into || !j->has_sink) continue;
         const double sink = v == V_NO_SINK ? 0 : exp(j->sink[h] - to->lse[h]);
         into->sink[h] -= sink * delta;
         const double keys = exp(to->plain[h] - to->lse[h]); /* 0: nothing that the sum would notice */
         if (keys > 0) into->sink_other[h] -= sink * delta / keys;
-        into->sink_noise[h] += sink * (size * relative + dp_noise * sqrt((double)n + 1));
+        add_noise(into->sink_noise + SUM_NOISE * h, sink * (delta_noise + fabs(delta) * relative),
+                  sink * fabs(delta));
     }
 }
 
@@ -415,16 +429,16 @@ static bool sums_new(const setting *a, sums *s, int64_t from, int64_t to) {
     if (s->first > 0) s->first--; /* a window may be taken for one longer */
     const size_t rows = (size_t)(to - s->first), keys = (size_t)a->j->key0[d->B], D = (size_t)d->D,
                  H = (size_t)d->H;
-    double *x = calloc(2 * rows * D + rows + 2 * keys * D + keys + 3 * H + 1, sizeof *x);
+    double *x = calloc(2 * D * (rows + keys) + SUM_NOISE * (rows + keys + H) + 2 * H + 1, sizeof *x);
     if (!x) return false;
     s->kv[0] = x, x += rows * D;
     s->kv[1] = x, x += rows * D;
-    s->kv_noise = x, x += rows;
+    s->kv_noise = x, x += SUM_NOISE * rows;
     s->ckv[0] = x, x += keys * D;
     s->ckv[1] = x, x += keys * D;
-    s->ckv_noise = x, x += keys;
+    s->ckv_noise = x, x += SUM_NOISE * keys;
     s->sink = x, x += H;
-    s->sink_noise = x, x += H;
+    s->sink_noise = x, x += SUM_NOISE * H;
     s->sink_other = x;
     return true;
 }
@@ -440,10 +454,10 @@ static void add_sums(const setting *a, sums *total, const sums *s, int64_t to) {
         add_to(total->kv[i] + s->first * d->D, s->kv[i], rows * d->D);
         add_to(total->ckv[i], s->ckv[i], keys * d->D);
     }
-    add_to(total->kv_noise + s->first, s->kv_noise, rows);
-    add_to(total->ckv_noise, s->ckv_noise, keys);
+    add_to(total->kv_noise + SUM_NOISE * s->first, s->kv_noise, SUM_NOISE * rows);
+    add_to(total->ckv_noise, s->ckv_noise, SUM_NOISE * keys);
     add_to(total->sink, s->sink, d->H);
-    add_to(total->sink_noise, s->sink_noise, d->H);
+    add_to(total->sink_noise, s->sink_noise, SUM_NOISE * d->H);
     add_to(total->sink_other, s->sink_other, d->H);
 }
 
@@ -508,17 +522,26 @@ int64_t judge_compare_keys(const setting *a, const sums *s, int which, int role,
             else
                 cg_dump_key(d, id, r.segment, r.position, got);
             const double *value = (window ? s->kv : s->ckv)[0] + at * d->D,
-                         *key = (window ? s->kv : s->ckv)[1] + at * d->D;
+                         *key = (window ? s->kv : s->ckv)[1] + at * d->D,
+                         summed = sum_noise((window ? s->kv_noise : s->ckv_noise) + SUM_NOISE * at);
             for (int64_t c = 0; c < d->D; c++) {
                 both[c] = value[c] + key[c];
                 want[c] = role == 0 ? value[c] : role == 1 ? key[c] : both[c];
-                noise[c] = (window ? s->kv_noise : s->ckv_noise)[at] + 4 * e_f32 * fabs(both[c]);
+                noise[c] = summed + 4 * e_f32 * fabs(both[c]);
             }
             hold(j, id, to, &r, d->D, 0, got, want, noise, both, noise);
             some += largest(both, d->D) > 0;
         }
     }
     return some;
+}
+
+void judge_compare_sink(const setting *a, const sums *s, const double *want, judge_stat *to, double *buffer) {
+    const int64_t H = a->j->d->H;
+    double *noise = buffer + H;
+    cg_dump_row(a->j->d, CG_DUMP_GRAD_SINK, 0, buffer);
+    for (int64_t h = 0; h < H; h++) noise[h] = sum_noise(s->sink_noise + SUM_NOISE * h);
+    judge_compare(a->j, CG_DUMP_GRAD_SINK, to, -1, -1, 0, H, 1, buffer, want, noise);
 }
 
 /* The form of an lse that fits best, the first one in doubt. */
@@ -561,9 +584,7 @@ bool judge_under(const setting *a, variant v, result *to) {
     }
     if (ok && a->has[A_SINK]) {
         const sums *s = &to->total;
-        cg_dump_row(a->j->d, CG_DUMP_GRAD_SINK, 0, buffer);
-        judge_compare(a->j, CG_DUMP_GRAD_SINK, &to->stats[A_SINK], -1, -1, 0, a->j->d->H, 1, buffer, s->sink,
-                      s->sink_noise);
+        judge_compare_sink(a, s, s->sink, &to->stats[A_SINK], buffer);
     }
     for (int q = 0; ok && q < A_QUANTITIES; q++)
         if (a->has[q])

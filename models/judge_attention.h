@@ -56,6 +56,7 @@ typedef struct setting {
 } setting;
 
 /* Sums over the rows of a chunk: of kv only the rows that its windows reach. */
+enum { SUM_NOISE = 3 }; /* numbers for each of *_noise, squares and a count */
 typedef struct sums {
     double *kv[2], *kv_noise;               /* value role, key role [rows + W, D] */
     double *ckv[2], *ckv_noise;             /* [keys, D] */
@@ -97,5 +98,8 @@ bool judge_find_scale(setting *a);
 /* Rows of a key gradient beside its sum, or beside that of one role: 0 value, 1 key, 2 both. Returns how
  * many are not 0. buffer: 4 D numbers. */
 int64_t judge_compare_keys(const setting *a, const sums *s, int which, int role, trial *to, double *buffer);
+
+/* The gradient of the sink beside one that is wanted. buffer: 2 H numbers. */
+void judge_compare_sink(const setting *a, const sums *s, const double *want, judge_stat *to, double *buffer);
 
 #endif

@@ -93,6 +93,7 @@ static void say_variants(const setting *a, cg_quantity *q, const named *n) {
         snprintf(q->says, sizeof q->says, "%s: it gives all rows, %lld of which tell it from what is expected",
                  words_of(a, v, text, sizeof text), (long long)n->rows);
         judge_fault(a->j, variants[v].name);
+        q->unsure = false;
         return;
     }
     for (int k = V_NO_SINK; k < VARIANTS; k++)
@@ -127,7 +128,8 @@ static void say_common_factor(const setting *a, const result *r, cg_quantity *co
 /* ... or for a quantity alone, where more than one number says so. */
 static void say_own_factors(const setting *a, const result *r, cg_quantity *const *q) {
     for (int which = 0; which < A_QUANTITIES; which++) {
-        if (!q[which] || q[which]->ok || q[which]->says[0] || which == A_LSE || which == A_WINDOW_LSE) continue;
+        const bool lse = which == A_LSE || which == A_WINDOW_LSE;
+        if (!q[which] || q[which]->ok || q[which]->unsure || q[which]->says[0] || lse) continue;
         const cg_dump_id id = judge_attended[which].id;
         const judge_stat *stat = &r->stats[which];
         double factor;
@@ -162,9 +164,7 @@ static bool say_parts(const setting *a, const result *r, cg_quantity *const *q) 
     if (q[A_SINK] && !q[A_SINK]->ok && !q[A_SINK]->says[0]) {
         judge_stat other;
         judge_stat_init(&other, 1);
-        cg_dump_row(j->d, CG_DUMP_GRAD_SINK, 0, buffer);
-        judge_compare(j, CG_DUMP_GRAD_SINK, &other, -1, -1, 0, j->d->H, 1, buffer, r->total.sink_other,
-                      r->total.sink_noise);
+        judge_compare_sink(a, &r->total, r->total.sink_other, &other, buffer);
         if (judge_outcome_of(j, CG_DUMP_GRAD_SINK, &other, &level) == JUDGE_SAME) {
             snprintf(q[A_SINK]->says, sizeof q[A_SINK]->says,
                      "it is recomputed from an output without the sink");

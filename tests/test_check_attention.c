@@ -150,8 +150,8 @@ static int64_t visible(const cg_dump_case *c, int64_t t) {
     return (t - c->cu_seqlens[segment_of(c, t)] + 1) / c->ratio;
 }
 
-/* Output of row t over its window, its sink and the n rows of ckv in a list, -1 passed over, each as often as it
- * stands there. */
+/* Output of row t over its window, its sink and the n rows of ckv in a list, -1 passed over, each as often as
+ * it stands there. */
 static void attend(const sample *s, int64_t t, const int32_t *list, int64_t n, double *out) {
     const cg_dump_case *c = &s->c;
     const int64_t D = c->head_dim, start = c->cu_seqlens[segment_of(c, t)];
@@ -355,6 +355,13 @@ START_TEST(factors) {
         expect_says(v, "grad.kv", "it is 0.25 times the one expected");
         ck_assert(find(v, "grad.query")->ok && find(v, "output")->ok);
         free(v);
+        s.r.grad_sink[1] *= 1.1; /* one number is no factor */
+        v = verdict(&s);
+        expect_faults(v, "grad.kv-factor", NULL);
+        ck_assert(!find(v, "grad.sink")->ok);
+        ck_assert_str_eq(find(v, "grad.sink")->says, "");
+        free(v);
+        s.r.grad_sink[1] /= 1.1;
         times(s.r.grad_query, T * H * D, 0.25);
         times(s.r.grad_ckv, s.c.n_compressed * D, 0.25);
         times(s.r.grad_sink, H, 0.25);
