@@ -401,7 +401,7 @@ static void keep_worst(judge_stat *s, const cg_difference *d, int n_worst) {
 
 /* ---- one factor ---- */
 
-static const judge_factor any_factor = {-INFINITY, INFINITY, 0, 0};
+static const judge_factor any_factor = {-INFINITY, INFINITY, 0, 0, 0};
 
 /* The factors that make got of want: a wanted number well above its rounding says something. */
 static void narrow(const judge *j, judge_factor *f, double got, double want, double unit) {
@@ -413,6 +413,7 @@ static void narrow(const judge *j, judge_factor *f, double got, double want, dou
     }
     const double ratio = got / want, room = fabs(ratio) * rounding / (fabs(want) - rounding);
     f->n++;
+    f->off += !(fabs(ratio - 1) <= room);
     if (!(ratio - room <= f->lo)) f->lo = ratio - room;
     if (!(ratio + room >= f->hi)) f->hi = ratio + room;
 }
@@ -427,6 +428,7 @@ static void meet(judge_factor *to, const judge_factor *from) {
     to->lo = fmax(to->lo, from->lo);
     to->hi = fmin(to->hi, from->hi);
     to->n += from->n;
+    to->off += from->off;
     to->other = fmax(to->other, from->other);
 }
 
@@ -453,7 +455,8 @@ bool judge_factor_of(const judge *j, const judge_stat *const *stats, const cg_du
         }
         if (!own || !has_factor(j, &all)) continue;
         *factor = judge_simplest(all.lo, all.hi);
-        return !(all.lo <= 1 && all.hi >= 1);
+        /* one of but few numbers, for which the bars of the others leave room, is none */
+        return !(all.lo <= 1 && all.hi >= 1) && all.off * 4 >= all.n && (all.off > 1 || all.n == 1);
     }
     return false;
 }

@@ -17,6 +17,7 @@ extern const char *const judge_level_name[JUDGE_LEVELS];
 typedef struct judge_factor {
     double lo, hi;
     int64_t n;    /* elements large enough to say something */
+    int64_t off;  /* those of them that exclude 1 */
     double other; /* the largest of the rest, in units: must be small beside the factor */
 } judge_factor;
 

@@ -1,50 +1,17 @@
-/* The attention itself: output, lse and gradients, over the dump's own lists. Where they are not as expected, known
- * mistakes are tried: a missing sink or window, a wrong window, -1 taken for a row, lists read from another origin, and
- * in the backward an lse without the sink or one of a row's two roles. */
+/* The attention itself: output, lse and gradients, over the keys of the dump's own lists that a row sees.
+ *
+ * Where they are not as expected, known mistakes are tried: a missing sink or window, a wrong window, -1
+ * taken for a row, lists read from another origin or with keys not seen yet, another softmax scale, and in
+ * the backward an lse without the sink or one of a row's two roles. One is named if it alone gives all
+ * rows, and if there are rows where it is not what was expected: the others are no evidence. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "models/judge.h"
+#include "models/judge_attention.h"
 
-typedef enum variant {
-    V_RIGHT,
-    V_NO_SINK,
-    V_NO_WINDOW,
-    V_NO_COMPRESSED,
-    V_ALL_VISIBLE,
-    V_WINDOW_SHORT,
-    V_WINDOW_LONG,
-    V_MINUS_ONE_LAST,
-    V_MINUS_ONE_FIRST,
-    V_NO_OFFSET,
-    V_LSE_NO_SINK, /* of the backward alone */
-    VARIANTS
-} variant;
-
-static const struct {
-    const char *name, *says;
-} variants[VARIANTS] = {
-    [V_NO_SINK] = {"sink-ignored", "the sink is missing from the softmax"},
-    [V_NO_WINDOW] = {"window-ignored", "the window is missing from the softmax"},
-    [V_NO_COMPRESSED] = {"compressed-ignored", "the compressed rows are missing from the softmax"},
-    [V_ALL_VISIBLE] = {"attends-all-visible", "rows attend to all visible compressed rows, not to their list"},
-    [V_WINDOW_SHORT] = {"window-short", "the window is one token too short"},
-    [V_WINDOW_LONG] = {"window-long", "the window is one token too long"},
-    [V_MINUS_ONE_LAST] = {"minus-one-wrapped", "-1 in a list is read as the last compressed row"},
-    [V_MINUS_ONE_FIRST] = {"minus-one-clamped", "-1 in a list is read as compressed row 0"},
-    [V_NO_OFFSET] = {"list-not-offset",
-                     "lists that count from the segment are read as if from the whole array"},
-    [V_LSE_NO_SINK] = {"backward-lse-without-sink",
-                       "the backward rebuilds the weights from an lse without the sink"},
-};
-
-enum { A_OUTPUT, A_LSE, A_WINDOW_LSE, A_QUERY, A_KV, A_COMPRESSED, A_SINK, A_QUANTITIES };
-static const struct {
-    const char *name;
-    cg_dump_id id;
-} quantity[A_QUANTITIES] = {
+const attended judge_attended[A_QUANTITIES] = {
     {"output", CG_DUMP_OUTPUT},
     {"lse", CG_DUMP_LSE},
     {"non_compressed_lse", CG_DUMP_WINDOW_LSE},
@@ -54,40 +21,35 @@ static const struct {
     {"grad.sink", CG_DUMP_GRAD_SINK},
 };
 
-/* An lse with or without the sink, natural or base 2. */
-enum { LSE_FORMS = 4 };
-static const char *const lse_forms[LSE_FORMS] = {"", "without the sink", "in base 2",
-                                                 "in base 2, without the sink"};
+static const double e_f32 = 0x1p-24;
 
-typedef struct setting {
-    judge *j;
-    bool has[A_QUANTITIES], grads;
-    cg_dump_id list;      /* whose list attention follows; CG_DUMP_ARRAYS: the selection of the scores */
-    int form[2];          /* of lse and non_compressed_lse */
-    double *k_largest[2]; /* largest magnitude of each kv, each compressed row */
-    unsigned alive_out, alive_query;
-    int64_t width;
-} setting;
-
-/* Sums over the rows of a chunk: of kv only the rows that its windows reach. */
-typedef struct sums {
-    double *kv[2], *kv_noise;               /* value role, key role [rows + W, D] */
-    double *ckv[2], *ckv_noise;             /* [keys, D] */
-    double *sink, *sink_noise, *sink_other; /* [H]; other: from the output without the sink */
-    int64_t first;                          /* kv row of place 0 */
-} sums;
+/* What a row gives under a variant. */
+typedef struct answer {
+    double *lse, *plain;     /* [H] with the sink, without */
+    double *out, *out_noise; /* [H, D] */
+    double *dq, *dq_noise;
+} answer;
 
 typedef struct part {
     judge_row r;
     judge_stat stats[A_QUANTITIES];
-    unsigned alive_out, alive_query, alive_form[2];
-    int64_t *key;  /* rows: kv row t as t, compressed row k as -1 - k */
-    double *p, *x; /* [H, keys] weights and scratch */
-    double *out, *got, *unit, *dout, *dq;
-    double *lse, *lse_plain, *window, *window_plain; /* [H] */
+    trial form[2][LSE_FORMS];
+    trial *tried;                /* [VARIANTS, TRIES] */
+    int64_t rows[TRIES];         /* rows with an expected number that is not 0 */
+    int64_t *key, *list, n_list; /* keys: kv row t as t, compressed row k as -1 - k */
+    double *p, *x;               /* [H, keys] weights and scratch */
+    double *got, *dout, *want, *noise;
+    answer right, other;
+    double *window, *window_plain; /* [H] */
     sums s;
     void *block;
 } part;
+
+static double largest(const double *x, int64_t n) {
+    double max = 0;
+    for (int64_t i = 0; i < n; i++) max = fabs(x[i]) > max ? fabs(x[i]) : max;
+    return max;
+}
 
 static const double *key_row(const judge *j, int64_t key) {
     return key >= 0 ? j->kv + key * j->d->D : j->ckv + (-1 - key) * j->d->D;
@@ -107,20 +69,25 @@ static int64_t list_keys(const setting *a, const judge_row *r, variant v, const 
         for (int64_t i = 0; i < r->n && r->real; i++) key[n++] = -1 - (base + i);
         return n;
     }
+    const int64_t first = n;
     for (int64_t k = 0; k < n_list; k++) {
+        if (list[k] >= r->n && v != V_UNSEEN) continue;
         int64_t row = list[k] < 0 ? -1 : base + list[k];
         if (v == V_NO_OFFSET && list[k] >= 0) row = list[k];
         if (v == V_MINUS_ONE_LAST && row < 0) row = all - 1;
         if (v == V_MINUS_ONE_FIRST && row < 0) row = d->index == CG_INDEX_GLOBAL ? 0 : base;
-        if (row >= 0 && row < all) key[n++] = -1 - row;
+        bool there = false;
+        for (int64_t i = first; a->once && list[k] >= 0 && i < n && !there; i++) there = key[i] == -1 - row;
+        if (row >= 0 && row < all && !there) key[n++] = -1 - row;
     }
     return n;
 }
 
 /* Weights of n keys for each head, lse with and without the sink; plain: weights as if there were none. */
-static void attend(const setting *a, part *w, int64_t n, bool sink, bool plain) {
+static void attend(const setting *a, part *w, int64_t n, variant v, answer *to) {
     const judge *j = a->j;
     const int64_t H = j->d->H, D = j->d->D;
+    const double scale = j->scale * (v == V_SCALE ? a->factor : 1);
     for (int64_t h = 0; h < H; h++) {
         const double *q = w->r.q + h * D;
         double *p = w->p + h * n, max = -INFINITY, sum = 0;
@@ -129,14 +96,14 @@ static void attend(const setting *a, part *w, int64_t n, bool sink, bool plain) 
             double x = 0;
 #pragma omp simd reduction(+ : x)
             for (int64_t c = 0; c < D; c++) x += q[c] * k[c];
-            p[i] = x * j->d->scale;
+            p[i] = x * scale;
             max = p[i] > max ? p[i] : max;
         }
         for (int64_t i = 0; i < n; i++) sum += p[i] = exp(p[i] - max);
-        w->lse_plain[h] = n ? max + log(sum) : -INFINITY;
-        const double z = sink && j->has_sink ? j->sink[h] : -INFINITY, top = fmax(z, w->lse_plain[h]);
-        w->lse[h] = top == -INFINITY ? top : top + log(exp(w->lse_plain[h] - top) + exp(z - top));
-        const double share = !n ? 0 : plain ? 1 / sum : exp(w->lse_plain[h] - w->lse[h]) / sum;
+        to->plain[h] = n ? max + log(sum) : -INFINITY;
+        const double z = v != V_NO_SINK && j->has_sink ? j->sink[h] : -INFINITY, top = fmax(z, to->plain[h]);
+        to->lse[h] = top == -INFINITY ? top : top + log(exp(to->plain[h] - top) + exp(z - top));
+        const double share = !n ? 0 : v == V_LSE_NO_SINK ? 1 / sum : exp(to->plain[h] - to->lse[h]) / sum;
         for (int64_t i = 0; i < n; i++) p[i] *= share;
     }
 }
@@ -145,31 +112,44 @@ static double largest_of_key(const setting *a, int64_t key) {
     return key >= 0 ? a->k_largest[0][key] : a->k_largest[1][-1 - key];
 }
 
-static void output_of(const setting *a, part *w, int64_t n, double *out, double *unit) {
+/* What f32 changes in weights and sums of a row, relative. */
+static double row_noise(const setting *a, const part *w) {
+    return 4 * e_f32 + 2 * judge_logit_noise(a->j, &w->r);
+}
+
+static void output_of(const setting *a, part *w, int64_t n, answer *to) {
     const judge *j = a->j;
     const int64_t H = j->d->H, D = j->d->D;
-    const double e = j->rounding[CG_DUMP_OUTPUT], relative = 4 * e + 2 * judge_logit_noise(j, &w->r, e);
-    memset(out, 0, (size_t)(H * D) * sizeof *out);
+    const double relative = row_noise(a, w);
+    memset(to->out, 0, (size_t)(H * D) * sizeof *to->out);
     for (int64_t h = 0; h < H; h++) {
         double size = 0;
         for (int64_t i = 0; i < n; i++) {
             const double p = w->p[h * n + i], *k = key_row(j, w->key[i]);
-            for (int64_t c = 0; c < D; c++) out[h * D + c] += p * k[c];
+            for (int64_t c = 0; c < D; c++) to->out[h * D + c] += p * k[c];
             size += p * largest_of_key(a, w->key[i]);
         }
-        for (int64_t c = 0; c < D; c++) unit[h * D + c] = relative * size + judge_floor(e);
+        for (int64_t c = 0; c < D; c++) to->out_noise[h * D + c] = relative * size;
     }
 }
 
+/* A sum's noise: that of its terms, which are independent, and that of adding them one by one. */
+static void add_noise(double *sum, double noise, double size) {
+    sum[0] += noise * noise;
+    sum[1] += size * size;
+    sum[2] += 1;
+}
+
+static double sum_noise(const double *sum) { return sqrt(sum[0]) + e_f32 * sqrt(sum[1] * sum[2]); }
+
 /* Gradient of sum(out * dout) towards q, and with `into` towards keys and sink. */
-static void gradient_of(const setting *a, part *w, int64_t n, bool plain_weights, sums *into) {
+static void gradient_of(const setting *a, part *w, int64_t n, variant v, answer *to, sums *into) {
     const judge *j = a->j;
     const int64_t H = j->d->H, D = j->d->D;
-    const double e = j->rounding[a->has[A_QUERY] ? CG_DUMP_GRAD_QUERY : CG_DUMP_GRAD_KV];
-    const double relative = 4 * e + 2 * judge_logit_noise(j, &w->r, e), scale = j->d->scale;
-    memset(w->dq, 0, (size_t)(H * D) * sizeof *w->dq);
+    const double relative = row_noise(a, w), scale = j->scale * (v == V_SCALE ? a->factor : 1);
+    memset(to->dq, 0, (size_t)(H * D) * sizeof *to->dq);
     for (int64_t h = 0; h < H; h++) {
-        double *p = w->p + h * n, *dp = w->x, delta = 0, size = 0, noise = 0, most_g = 0, most_q = 0;
+        double *p = w->p + h * n, *dp = w->x, delta = 0, size = 0, reach = 0, noise = 0, most_g = 0, most_q = 0;
         const double *g = w->dout + h * D, *q = w->r.q + h * D;
         for (int64_t c = 0; c < D; c++) {
             most_g = fmax(most_g, fabs(g[c]));
@@ -182,19 +162,21 @@ static void gradient_of(const setting *a, part *w, int64_t n, bool plain_weights
             for (int64_t c = 0; c < D; c++) x += g[c] * k[c];
             dp[i] = x;
             delta += p[i] * x;
-            size += p[i] * fabs(x);
+            size += p[i] * x * p[i] * x;
+            reach += p[i] * largest_of_key(a, w->key[i]);
         }
         /* the output that the forward saved has the sink in its weights */
-        const double mass = plain_weights ? exp(w->lse_plain[h] - w->lse[h]) : 1;
+        const double mass = v == V_LSE_NO_SINK ? exp(to->plain[h] - to->lse[h]) : 1;
         delta *= mass;
-        size *= mass;
-        const double dp_noise = sqrt((double)D) * e * most_g;
+        /* errors of single products are independent, that of delta all keys share */
+        const double dp_noise = sqrt((double)D) * e_f32 * most_g,
+                     delta_noise = mass * (sqrt(size) * relative + dp_noise * reach);
         for (int64_t i = 0; i < n; i++) {
             const double *k = key_row(j, w->key[i]), weight = p[i], ds = weight * (dp[i] - delta);
-            const double largest = largest_of_key(a, w->key[i]);
-            const double ds_noise = weight * ((fabs(dp[i]) + size) * relative + 2 * dp_noise * largest);
-            for (int64_t c = 0; c < D; c++) w->dq[h * D + c] += scale * ds * k[c];
-            noise += fabs(scale) * ds_noise * largest;
+            const double most_k = largest_of_key(a, w->key[i]);
+            const double own_noise = weight * (fabs(dp[i] - delta) * relative + 2 * dp_noise * most_k);
+            for (int64_t c = 0; c < D; c++) to->dq[h * D + c] += scale * ds * k[c];
+            noise += own_noise * most_k * own_noise * most_k;
             if (!into) continue;
             const bool window = w->key[i] >= 0;
             const int64_t place = window ? w->key[i] - into->first : -1 - w->key[i];
@@ -204,119 +186,201 @@ static void gradient_of(const setting *a, part *w, int64_t n, bool plain_weights
                 value[c] += weight * g[c];
                 key[c] += scale * ds * q[c];
             }
-            (window ? into->kv_noise : into->ckv_noise)[place] +=
-                weight * most_g * relative + fabs(scale) * (ds_noise + 2 * e * fabs(ds)) * most_q;
+            add_noise((window ? into->kv_noise : into->ckv_noise) + SUM_NOISE * place,
+                      weight * most_g * relative + fabs(scale) * (own_noise + weight * delta_noise) * most_q,
+                      weight * most_g + fabs(scale * ds) * most_q);
         }
-        for (int64_t c = 0; c < D; c++)
-            w->unit[h * D + c] = noise + 4 * e * fabs(w->dq[h * D + c]) + judge_floor(e);
+        noise = fabs(scale) * (sqrt(noise) + delta_noise * reach);
+        for (int64_t c = 0; c < D; c++) to->dq_noise[h * D + c] = noise + 4 * e_f32 * fabs(to->dq[h * D + c]);
         if (!into || !j->has_sink) continue;
-        const double sink = exp(j->sink[h] - w->lse[h]);
+        const double sink = v == V_NO_SINK ? 0 : exp(j->sink[h] - to->lse[h]);
         into->sink[h] -= sink * delta;
-        const double keys = exp(w->lse_plain[h] - w->lse[h]); /* 0: nothing that the sum would notice */
+        const double keys = exp(to->plain[h] - to->lse[h]); /* 0: nothing that the sum would notice */
         if (keys > 0) into->sink_other[h] -= sink * delta / keys;
-        into->sink_noise[h] += sink * (size * relative + dp_noise * sqrt((double)n + 1));
+        add_noise(into->sink_noise + SUM_NOISE * h, sink * (delta_noise + fabs(delta) * relative),
+                  sink * fabs(delta));
     }
 }
 
 static double in_form(int form, double with_sink, double plain) {
-    const double x = form & 1 ? plain : with_sink;
-    return form & 2 ? x / log(2) : x;
+    const double x = form & FORM_PLAIN ? plain : with_sink;
+    return form & FORM_BASE_2 ? x / log(2) : x;
 }
 
-static void lse_units(const setting *a, const part *w, int which, const double *want, double *unit) {
-    const double e = a->j->rounding[quantity[which].id], noise = judge_logit_noise(a->j, &w->r, e);
-    for (int64_t h = 0; h < a->j->d->H; h++) unit[h] = 2 * noise + 2 * e * (fabs(want[h]) + 1);
+static void lse_in_form(const setting *a, const part *w, int form, const double *with_sink, const double *plain,
+                        double *want, double *noise) {
+    const double logits = judge_logit_noise(a->j, &w->r);
+    for (int64_t h = 0; h < a->j->d->H; h++) {
+        want[h] = in_form(form, with_sink[h], plain[h]);
+        noise[h] = 2 * logits + 2 * e_f32 * (fabs(want[h]) + 1);
+    }
 }
 
-/* Row t; forms: find what the lse tensors hold; into: sums of the gradients; tries: other variants too. */
-static void one_row(const setting *a, part *w, int64_t t, bool forms, bool tries, sums *into) {
+/* ---- one row ---- */
+
+/* True: row t has something to compute; its list is read. */
+static bool row_begin(const setting *a, part *w, int64_t t, bool padding) {
     const judge *j = a->j;
     const cg_dump *d = j->d;
-    const int64_t H = d->H, D = d->D;
+    const int64_t HD = d->H * d->D;
     judge_row *r = &w->r;
     judge_row_place(j, r, t);
-    const bool compare = !forms && !tries;
-    if (r->segment < 0) { /* behind the last segment: nothing to attend to */
-        memset(w->out, 0, (size_t)(H * D) * sizeof *w->out);
-        memset(w->unit, 0, (size_t)(H * D) * sizeof *w->unit);
-        for (int q = 0; compare && q <= A_QUERY; q += A_QUERY)
-            if (a->has[q]) {
-                cg_dump_row(d, quantity[q].id, t, w->got);
-                judge_compare(j, &w->stats[q], -1, t, t, H * D, D, w->got, w->out, w->unit);
-            }
-        return;
-    }
-    if (!r->real && !into) return;
+    if (r->segment < 0 || (!r->real && !padding)) return false;
     cg_dump_row(d, CG_DUMP_QUERY, t, r->q);
     if (a->grads) cg_dump_row(d, CG_DUMP_DOUT, t, w->dout);
     if (!r->real) { /* padding counts where it has a gradient */
         double some = 0, sum = 0;
-        for (int64_t i = 0; i < H * D; i++) {
+        for (int64_t i = 0; i < HD; i++) {
             some += fabs(w->dout[i]);
             sum += (w->dout[i] + r->q[i]) * 0;
         }
-        if (!(some > 0) || sum != 0) return;
+        if (!(some > 0) || sum != 0) return false;
     }
-    int64_t n_list = 0;
-    if (a->list < CG_DUMP_ARRAYS) {
-        n_list = a->width;
-        cg_dump_list(d, a->list, t, r->list);
-        for (int64_t k = 0; !r->real && k < n_list; k++) r->list[k] = -1;
-    } else if (j->has_scores && r->real && d->K >= 0) {
+    w->n_list = 0;
+    if (r->real && a->list < CG_DUMP_ARRAYS) {
+        w->n_list = a->width;
+        cg_dump_list(d, a->list, t, w->list);
+    } else if (r->real && j->has_scores && d->K >= 0) {
         judge_row_scores(j, r);
-        n_list = r->n_selected[0];
+        for (int64_t i = 0; i < r->n; i++)
+            if (r->selected[0][i]) w->list[w->n_list++] = i;
     }
-    r->largest_logit = 0;
-    int64_t n = list_keys(a, r, V_NO_COMPRESSED, r->list, n_list, w->key);
-    attend(a, w, n, true, false);
-    memcpy(w->window, w->lse, (size_t)H * sizeof *w->window);
-    memcpy(w->window_plain, w->lse_plain, (size_t)H * sizeof *w->window_plain);
-    n = list_keys(a, r, V_RIGHT, r->list, n_list, w->key);
-    attend(a, w, n, true, false);
-    for (int64_t h = 0; h < H; h++) /* magnitude of the logits, from the largest lse */
-        r->largest_logit = fmax(r->largest_logit, fabs(w->lse_plain[h]) + log((double)n + 1));
+    return true;
+}
 
-    for (int which = A_LSE; which <= A_WINDOW_LSE; which++) {
-        if (!a->has[which] || !r->real || tries) continue;
-        const double *with = which == A_LSE ? w->lse : w->window,
-                     *plain = which == A_LSE ? w->lse_plain : w->window_plain;
-        cg_dump_row(d, quantity[which].id, t, w->got);
+/* The row under a variant; keeps what the first call says of the size of logits. */
+static int64_t row_under(const setting *a, part *w, variant v, answer *to) {
+    const int64_t n = list_keys(a, &w->r, v, w->list, w->n_list, w->key);
+    attend(a, w, n, v, to);
+    return n;
+}
+
+static void set_logit_size(const setting *a, part *w, int64_t n) { /* from the largest lse */
+    w->r.largest_logit = 0;
+    for (int64_t h = 0; h < a->j->d->H; h++)
+        if (n) w->r.largest_logit = fmax(w->r.largest_logit, fabs(w->right.plain[h]) + log((double)n + 1));
+}
+
+/* Are two expectations apart, the bars of both between them? */
+static bool bars_apart(const judge *j, cg_dump_id id, judge_level level, int64_t n, const double *x,
+                       const double *x_noise, const double *y, const double *y_noise) {
+    const double wide = j->tolerance > 0 ? j->tolerance * (largest(x, n) + largest(y, n)) : 0;
+    for (int64_t i = 0; i < n; i++) {
+        const double units = j->tolerance > 0 ? wide
+                                              : judge_unit(j, id, level, x[i], x_noise[i]) +
+                                                    judge_unit(j, id, level, y[i], y_noise[i]);
+        if (fabs(x[i] - y[i]) > j->allowed * units) return true;
+    }
+    return false;
+}
+
+static void hold(const judge *j, cg_dump_id id, trial *to, const judge_row *r, int64_t n, int64_t per_head,
+                 const double *got, const double *want, const double *noise, const double *right,
+                 const double *right_noise) {
+    judge_compare(j, id, &to->stat, r->segment, r->position, r->t, n, per_head, got, want, noise);
+    for (judge_level level = j->own[id]; level < JUDGE_LEVELS; level++)
+        to->apart[level] += bars_apart(j, id, level, n, want, noise, right, right_noise);
+}
+
+/* Row t under the reading v: compared, and its gradients summed. */
+static void judge_one(const setting *a, part *w, int64_t t, variant v, sums *into) {
+    const judge *j = a->j;
+    const cg_dump *d = j->d;
+    const int64_t H = d->H, HD = d->H * d->D;
+    judge_row *r = &w->r;
+    answer *to = &w->right;
+    if (!row_begin(a, w, t, into != NULL)) {
+        if (r->segment >= 0) return; /* behind the last segment: nothing to attend to */
+        memset(to->out, 0, (size_t)HD * sizeof *to->out);
+        for (int q = 0; q <= A_QUERY; q += A_QUERY)
+            if (a->has[q]) {
+                cg_dump_row(d, judge_attended[q].id, t, w->got);
+                judge_compare(j, judge_attended[q].id, &w->stats[q], -1, t, t, HD, d->D, w->got, to->out,
+                              to->out);
+            }
+        return;
+    }
+    list_keys(a, r, V_NO_COMPRESSED, NULL, 0, w->key);
+    row_under(a, w, V_NO_COMPRESSED, to);
+    memcpy(w->window, to->lse, (size_t)H * sizeof *w->window);
+    memcpy(w->window_plain, to->plain, (size_t)H * sizeof *w->window_plain);
+    const int64_t n = row_under(a, w, v, to);
+    set_logit_size(a, w, n);
+    for (int which = 0; which < 2 && r->real; which++) {
+        const int q = which ? A_WINDOW_LSE : A_LSE;
+        if (!a->has[q]) continue;
+        const double *with = which ? w->window : to->lse, *plain = which ? w->window_plain : to->plain;
+        cg_dump_row(d, judge_attended[q].id, t, w->got);
+        int first = 0;
+        while (!(a->forms[which] >> first & 1)) first++;
+        lse_in_form(a, w, first, with, plain, to->out, to->out_noise);
         for (int form = 0; form < LSE_FORMS; form++) {
-            if (compare && form != a->form[which - A_LSE]) continue;
-            for (int64_t h = 0; h < H; h++) w->out[h] = in_form(form, with[h], plain[h]);
-            lse_units(a, w, which, w->out, w->unit);
-            if (compare)
-                judge_compare(j, &w->stats[which], r->segment, r->position, t, H, 1, w->got, w->out, w->unit);
-            else if (!judge_same(j, H, w->got, w->out, w->unit))
-                w->alive_form[which - A_LSE] &= ~(1u << form);
+            if (!(a->forms[which] >> form & 1)) continue;
+            lse_in_form(a, w, form, with, plain, w->want, w->noise);
+            hold(j, judge_attended[q].id, &w->form[which][form], r, H, 1, w->got, w->want, w->noise, to->out,
+                 to->out_noise);
         }
+        w->rows[TRY_LSE + which]++;
     }
-    if (forms) return;
-    if (compare && a->has[A_OUTPUT] && r->real) {
+    if (a->has[A_OUTPUT] && r->real) {
         cg_dump_row(d, CG_DUMP_OUTPUT, t, w->got);
-        output_of(a, w, n, w->out, w->unit);
-        judge_compare(j, &w->stats[A_OUTPUT], r->segment, r->position, t, H * D, D, w->got, w->out, w->unit);
+        output_of(a, w, n, to);
+        judge_compare(j, CG_DUMP_OUTPUT, &w->stats[A_OUTPUT], r->segment, r->position, t, HD, d->D, w->got,
+                      to->out, to->out_noise);
     }
-    if (compare && a->grads) {
-        gradient_of(a, w, n, false, into);
-        if (a->has[A_QUERY] && r->real) {
-            cg_dump_row(d, CG_DUMP_GRAD_QUERY, t, w->got);
-            judge_compare(j, &w->stats[A_QUERY], r->segment, r->position, t, H * D, D, w->got, w->dq, w->unit);
-        }
+    if (!a->grads) return;
+    gradient_of(a, w, n, v, to, into);
+    if (!a->has[A_QUERY] || !r->real) return;
+    cg_dump_row(d, CG_DUMP_GRAD_QUERY, t, w->got);
+    judge_compare(j, CG_DUMP_GRAD_QUERY, &w->stats[A_QUERY], r->segment, r->position, t, HD, d->D, w->got,
+                  to->dq, to->dq_noise);
+}
+
+cg_dump_id judge_id_of_try(int t) {
+    return t == TRY_OUTPUT ? CG_DUMP_OUTPUT : t == TRY_QUERY ? CG_DUMP_GRAD_QUERY : CG_DUMP_LSE;
+}
+
+/* The numbers of a try under what `row_under` left in `to`. */
+static int64_t numbers_of(const setting *a, part *w, int t, int64_t n, variant v, answer *to,
+                          const double **want, const double **noise) {
+    const cg_dump *d = a->j->d;
+    if (t == TRY_OUTPUT) {
+        output_of(a, w, n, to);
+        *want = to->out, *noise = to->out_noise;
+        return d->H * d->D;
     }
-    for (int v = V_NO_SINK; tries && v < VARIANTS; v++) {
-        if (!((w->alive_out | w->alive_query) >> v & 1)) continue;
-        n = list_keys(a, r, v == V_LSE_NO_SINK ? V_RIGHT : (variant)v, r->list, n_list, w->key);
-        attend(a, w, n, v != V_NO_SINK, v == V_LSE_NO_SINK);
-        if (w->alive_out >> v & 1) {
-            cg_dump_row(d, CG_DUMP_OUTPUT, t, w->got);
-            output_of(a, w, n, w->out, w->unit);
-            if (!judge_same(j, H * D, w->got, w->out, w->unit)) w->alive_out &= ~(1u << v);
-        }
-        if (w->alive_query >> v & 1) {
-            cg_dump_row(d, CG_DUMP_GRAD_QUERY, t, w->got);
-            gradient_of(a, w, n, v == V_LSE_NO_SINK, NULL);
-            if (!judge_same(j, H * D, w->got, w->dq, w->unit)) w->alive_query &= ~(1u << v);
+    if (t == TRY_QUERY) {
+        gradient_of(a, w, n, v, to, NULL);
+        *want = to->dq, *noise = to->dq_noise;
+        return d->H * d->D;
+    }
+    double *x = to == &w->right ? w->want : to->out, *y = to == &w->right ? w->noise : to->out_noise;
+    lse_in_form(a, w, t - TRY_LSE, to->lse, to->plain, x, y);
+    *want = x, *noise = y;
+    return d->H;
+}
+
+/* Row t under every variant that is still possible. */
+static void try_one(const setting *a, part *w, int64_t t) {
+    const judge *j = a->j;
+    if (!row_begin(a, w, t, false)) return;
+    for (int which = 0; which < TRIES; which++) {
+        if (!a->tries[which]) continue;
+        const cg_dump_id id = judge_id_of_try(which);
+        const double *right, *right_noise, *want, *noise;
+        const int64_t n_right = row_under(a, w, V_RIGHT, &w->right);
+        set_logit_size(a, w, n_right);
+        const int64_t n = numbers_of(a, w, which, n_right, V_RIGHT, &w->right, &right, &right_noise);
+        cg_dump_row(j->d, id, t, w->got);
+        w->rows[which] += largest(right, n) > 0;
+        for (int v = V_NO_SINK; v < VARIANTS; v++) {
+            trial *to = &w->tried[v * TRIES + which];
+            if (to->stat.worst_units[JUDGE_LEVELS - 1] > j->allowed) continue; /* no longer possible */
+            if (v == V_LSE_NO_SINK && which != TRY_QUERY) continue;
+            if (v == V_NO_SINK && which >= TRY_LSE) continue; /* that is a form */
+            const int64_t n_keys = row_under(a, w, (variant)v, &w->other);
+            numbers_of(a, w, which, n_keys, (variant)v, &w->other, &want, &noise);
+            hold(j, id, to, &w->r, n, n / j->d->H, w->got, want, noise, right, right_noise);
         }
     }
 }
@@ -326,33 +390,35 @@ static void one_row(const setting *a, part *w, int64_t t, bool forms, bool tries
 static bool part_new(const setting *a, part *w) {
     const cg_dump *d = a->j->d;
     const size_t HD = (size_t)(d->H * d->D), H = (size_t)d->H;
-    const size_t keys =
-        (size_t)((d->window < d->T ? d->window : d->T) + 2 + (a->width > d->N ? a->width : d->N));
+    const size_t listed = (size_t)(a->width > d->N ? a->width : d->N) + 1;
+    const size_t keys = (size_t)(d->window < d->T ? d->window : d->T) + 2 + listed;
     judge_stat_init(w->stats, A_QUANTITIES);
+    for (int i = 0; i < 2; i++)
+        for (int form = 0; form < LSE_FORMS; form++) judge_stat_init(&w->form[i][form].stat, 1);
     if (!judge_row_new(a->j, &w->r)) return false;
-    double *x = w->block = malloc(sizeof *x * (keys + H * keys + keys + 5 * (HD + H) + 4 * H + 1));
-    if (!x) return false;
+    double *x = w->block = malloc(sizeof *x * (2 * keys + listed + H * keys + 12 * HD + 6 * H + 1));
+    w->tried = calloc(VARIANTS * TRIES, sizeof *w->tried);
+    if (!x || !w->tried) return false;
+    for (int i = 0; i < VARIANTS * TRIES; i++) judge_stat_init(&w->tried[i].stat, 1);
     w->key = (int64_t *)x, x += keys;
-    w->p = x, x += H * keys;
+    w->list = (int64_t *)x, x += listed;
     w->x = x, x += keys;
-    w->out = x, x += HD + H;
-    w->got = x, x += HD + H;
-    w->unit = x, x += HD + H;
-    w->dout = x, x += HD + H;
-    w->dq = x, x += HD + H;
-    w->lse = x, x += H;
-    w->lse_plain = x, x += H;
-    w->window = x, x += H;
-    w->window_plain = x;
-    w->alive_out = a->alive_out;
-    w->alive_query = a->alive_query;
-    w->alive_form[0] = w->alive_form[1] = (1u << LSE_FORMS) - 1;
+    w->p = x, x += H * keys;
+    answer *const to[] = {&w->right, &w->other};
+    double **const wide[] = {&w->got,     &w->dout,          &w->want,   &w->noise,
+                             &to[0]->out, &to[0]->out_noise, &to[0]->dq, &to[0]->dq_noise,
+                             &to[1]->out, &to[1]->out_noise, &to[1]->dq, &to[1]->dq_noise};
+    double **const narrow[] = {&to[0]->lse,   &to[0]->plain, &to[1]->lse,
+                               &to[1]->plain, &w->window,    &w->window_plain};
+    for (int i = 0; i < 12; i++, x += HD) *wide[i] = x;
+    for (int i = 0; i < 6; i++, x += H) *narrow[i] = x;
     return true;
 }
 
 static void part_free(part *w) {
     judge_row_free(&w->r);
     free(w->block);
+    free(w->tried);
     free(w->s.kv[0]);
 }
 
@@ -360,18 +426,19 @@ static void part_free(part *w) {
 static bool sums_new(const setting *a, sums *s, int64_t from, int64_t to) {
     const cg_dump *d = a->j->d;
     s->first = from - d->window + 1 > 0 ? from - d->window + 1 : 0;
+    if (s->first > 0) s->first--; /* a window may be taken for one longer */
     const size_t rows = (size_t)(to - s->first), keys = (size_t)a->j->key0[d->B], D = (size_t)d->D,
                  H = (size_t)d->H;
-    double *x = calloc(2 * rows * D + rows + 2 * keys * D + keys + 3 * H + 1, sizeof *x);
+    double *x = calloc(2 * D * (rows + keys) + SUM_NOISE * (rows + keys + H) + 2 * H + 1, sizeof *x);
     if (!x) return false;
     s->kv[0] = x, x += rows * D;
     s->kv[1] = x, x += rows * D;
-    s->kv_noise = x, x += rows;
+    s->kv_noise = x, x += SUM_NOISE * rows;
     s->ckv[0] = x, x += keys * D;
     s->ckv[1] = x, x += keys * D;
-    s->ckv_noise = x, x += keys;
+    s->ckv_noise = x, x += SUM_NOISE * keys;
     s->sink = x, x += H;
-    s->sink_noise = x, x += H;
+    s->sink_noise = x, x += SUM_NOISE * H;
     s->sink_other = x;
     return true;
 }
@@ -380,191 +447,248 @@ static void add_to(double *to, const double *from, int64_t n) {
     for (int64_t i = 0; i < n; i++) to[i] += from[i];
 }
 
-/* All rows in contiguous chunks; total: sums of all (its first is 0). */
-static bool pass(setting *a, judge_stat *stats, bool tries, sums *total) {
+static void add_sums(const setting *a, sums *total, const sums *s, int64_t to) {
     const cg_dump *d = a->j->d;
+    const int64_t rows = to - s->first, keys = a->j->key0[d->B];
+    for (int i = 0; i < 2; i++) {
+        add_to(total->kv[i] + s->first * d->D, s->kv[i], rows * d->D);
+        add_to(total->ckv[i], s->ckv[i], keys * d->D);
+    }
+    add_to(total->kv_noise + SUM_NOISE * s->first, s->kv_noise, SUM_NOISE * rows);
+    add_to(total->ckv_noise, s->ckv_noise, SUM_NOISE * keys);
+    add_to(total->sink, s->sink, d->H);
+    add_to(total->sink_noise, s->sink_noise, SUM_NOISE * d->H);
+    add_to(total->sink_other, s->sink_other, d->H);
+}
+
+static void merge_trial(trial *to, const trial *from, int n_worst) {
+    judge_stat_merge(&to->stat, &from->stat, n_worst);
+    for (int level = 0; level < JUDGE_LEVELS; level++) to->apart[level] += from->apart[level];
+}
+
+/* All rows in contiguous chunks, into `under` where they are judged under a reading, into `tries` where
+ * others are tried. */
+static bool pass(const setting *a, variant v, result *under, attempts *tries) {
+    const cg_dump *d = a->j->d;
+    const bool summed = under && a->grads;
     part *parts = calloc(JUDGE_CHUNKS, sizeof *parts);
-    bool ok = parts != NULL;
+    bool ok = parts && (!summed || sums_new(a, &under->total, 0, d->T));
 #pragma omp parallel for schedule(dynamic, 1) reduction(&& : ok)
     for (int c = 0; c < JUDGE_CHUNKS; c++) {
         const int64_t from = d->T * c / JUDGE_CHUNKS, to = d->T * (c + 1) / JUDGE_CHUNKS;
         part *w = &parts[c];
-        ok = ok && part_new(a, w) && (!total || sums_new(a, &w->s, from, to));
-        for (int64_t t = from; ok && t < to; t++) one_row(a, w, t, false, tries, total ? &w->s : NULL);
+        ok = ok && part_new(a, w) && (!summed || sums_new(a, &w->s, from, to));
+        for (int64_t t = from; ok && t < to; t++) {
+            if (under)
+                judge_one(a, w, t, v, summed ? &w->s : NULL);
+            else
+                try_one(a, w, t);
+        }
     }
     for (int c = 0; ok && c < JUDGE_CHUNKS; c++) {
         part *w = &parts[c];
-        a->alive_out &= w->alive_out;
-        a->alive_query &= w->alive_query;
-        for (int q = 0; q < A_QUANTITIES && stats; q++)
-            judge_stat_merge(&stats[q], &w->stats[q], a->j->n_worst);
-        if (!total) continue;
-        const int64_t rows = d->T * (c + 1) / JUDGE_CHUNKS - w->s.first, keys = a->j->key0[d->B];
-        for (int i = 0; i < 2; i++) {
-            add_to(total->kv[i] + w->s.first * d->D, w->s.kv[i], rows * d->D);
-            add_to(total->ckv[i], w->s.ckv[i], keys * d->D);
+        for (int q = 0; under && q < A_QUANTITIES; q++)
+            judge_stat_merge(&under->stats[q], &w->stats[q], a->j->n_worst);
+        for (int i = 0; under && i < 2; i++) {
+            for (int form = 0; form < LSE_FORMS; form++)
+                merge_trial(&under->form[i][form], &w->form[i][form], a->j->n_worst);
+            under->lse_rows[i] += w->rows[TRY_LSE + i];
         }
-        add_to(total->kv_noise + w->s.first, w->s.kv_noise, rows);
-        add_to(total->ckv_noise, w->s.ckv_noise, keys);
-        add_to(total->sink, w->s.sink, d->H);
-        add_to(total->sink_noise, w->s.sink_noise, d->H);
-        add_to(total->sink_other, w->s.sink_other, d->H);
+        if (summed) add_sums(a, &under->total, &w->s, d->T * (c + 1) / JUDGE_CHUNKS);
+        for (int i = 0; tries && i < TRIES; i++) {
+            for (int k = 0; k < VARIANTS; k++) merge_trial(&tries->tried[k][i], &w->tried[k * TRIES + i], 0);
+            tries->rows[i] += w->rows[i];
+        }
     }
     for (int c = 0; parts && c < JUDGE_CHUNKS; c++) part_free(&parts[c]);
     free(parts);
     return ok;
 }
 
-/* Which form the lse tensors have, from a few rows. */
-static bool find_forms(setting *a) {
-    const cg_dump *d = a->j->d;
-    part *w = calloc(1, sizeof *w);
-    const bool ok = w && part_new(a, w);
-    const int64_t step = d->T / 12 + 1;
-    for (int64_t t = d->T - 1; ok && t >= 0; t -= step) one_row(a, w, t, true, false, NULL);
-    for (int i = 0; ok && i < 2; i++) {
-        unsigned alive = w->alive_form[i];
-        if (d->lse_base != 0 && i == 0) /* told: base, and perhaps the sink */
-            alive &= d->lse_base == 2 ? 0xcu : 0x3u;
-        if (d->lse_has_sink >= 0 && i == 0) alive &= d->lse_has_sink ? 0x5u : 0xau;
-        a->form[i] = i == 0 && d->lse_base == 2 ? 2 : 0;
-        if (i == 0 && d->lse_has_sink == 0) a->form[i] |= 1;
-        for (int form = LSE_FORMS - 1; form >= 0; form--)
-            if (alive >> form & 1) a->form[i] = form;
+int64_t judge_compare_keys(const setting *a, const sums *s, int which, int role, trial *to, double *buffer) {
+    const judge *j = a->j;
+    const cg_dump *d = j->d;
+    const bool window = which == A_KV;
+    const cg_dump_id id = judge_attended[which].id;
+    double *got = buffer, *want = buffer + d->D, *noise = want + d->D, *both = noise + d->D;
+    judge_row r = {0};
+    int64_t some = 0;
+    for (r.segment = 0; r.segment < d->B; r.segment++) {
+        const int64_t n = window ? d->physical[r.segment] : d->n_keys[r.segment];
+        for (r.position = 0; r.position < n; r.position++) {
+            const int64_t at = r.t = (window ? d->start : j->key0)[r.segment] + r.position;
+            if (window)
+                cg_dump_row(d, id, at, got);
+            else
+                cg_dump_key(d, id, r.segment, r.position, got);
+            const double *value = (window ? s->kv : s->ckv)[0] + at * d->D,
+                         *key = (window ? s->kv : s->ckv)[1] + at * d->D,
+                         summed = sum_noise((window ? s->kv_noise : s->ckv_noise) + SUM_NOISE * at);
+            for (int64_t c = 0; c < d->D; c++) {
+                both[c] = value[c] + key[c];
+                want[c] = role == 0 ? value[c] : role == 1 ? key[c] : both[c];
+                noise[c] = summed + 4 * e_f32 * fabs(both[c]);
+            }
+            hold(j, id, to, &r, d->D, 0, got, want, noise, both, noise);
+            some += largest(both, d->D) > 0;
+        }
     }
-    if (w) part_free(w);
-    free(w);
+    return some;
+}
+
+void judge_compare_sink(const setting *a, const sums *s, const double *want, judge_stat *to, double *buffer) {
+    const int64_t H = a->j->d->H;
+    double *noise = buffer + H;
+    cg_dump_row(a->j->d, CG_DUMP_GRAD_SINK, 0, buffer);
+    for (int64_t h = 0; h < H; h++) noise[h] = sum_noise(s->sink_noise + SUM_NOISE * h);
+    judge_compare(a->j, CG_DUMP_GRAD_SINK, to, -1, -1, 0, H, 1, buffer, want, noise);
+}
+
+/* The form of an lse that fits best, the first one in doubt. */
+static void choose_form(const setting *a, result *to, int which) {
+    const judge *j = a->j;
+    const int q = which ? A_WINDOW_LSE : A_LSE;
+    int first = -1;
+    for (int form = 0; form < LSE_FORMS; form++) {
+        if (!(a->forms[which] >> form & 1)) continue;
+        judge_level level;
+        const judge_outcome outcome =
+            judge_outcome_of(j, judge_attended[q].id, &to->form[which][form].stat, &level);
+        if (first >= 0 && (outcome > to->outcome[q] || (outcome == to->outcome[q] && level >= to->level[q])))
+            continue;
+        if (first < 0) first = form;
+        to->chosen[which] = form;
+        to->outcome[q] = outcome;
+        to->level[q] = level;
+    }
+    const trial *t = &to->form[which][to->chosen[which]];
+    to->stats[q] = t->stat;
+    to->form_shows[which] = to->chosen[which] == first ||
+                            (to->outcome[q] == JUDGE_SAME &&
+                             t->apart[to->level[q]] >= (to->lse_rows[which] < 2 ? to->lse_rows[which] : 2));
+}
+
+bool judge_under(const setting *a, variant v, result *to) {
+    const int64_t wide = 4 * (a->j->d->D > a->j->d->H ? a->j->d->D : a->j->d->H) + 1;
+    double *buffer = malloc((size_t)wide * sizeof *buffer);
+    *to = (result){0};
+    judge_stat_init(to->stats, A_QUANTITIES);
+    for (int i = 0; i < 2; i++)
+        for (int form = 0; form < LSE_FORMS; form++) judge_stat_init(&to->form[i][form].stat, 1);
+    bool ok = buffer && pass(a, v, to, NULL);
+    for (int which = A_KV; ok && which <= A_COMPRESSED; which++) {
+        trial sum = {0};
+        judge_stat_init(&sum.stat, 1);
+        if (a->has[which]) judge_compare_keys(a, &to->total, which, 2, &sum, buffer);
+        to->stats[which] = sum.stat;
+    }
+    if (ok && a->has[A_SINK]) {
+        const sums *s = &to->total;
+        judge_compare_sink(a, s, s->sink, &to->stats[A_SINK], buffer);
+    }
+    for (int q = 0; ok && q < A_QUANTITIES; q++)
+        if (a->has[q])
+            to->outcome[q] = judge_outcome_of(a->j, judge_attended[q].id, &to->stats[q], &to->level[q]);
+    for (int i = 0; ok && i < 2; i++)
+        if (a->has[i ? A_WINDOW_LSE : A_LSE]) choose_form(a, to, i);
+    free(buffer);
     return ok;
 }
 
-static double largest(const double *x, int64_t n) {
-    double max = 0;
-    for (int64_t i = 0; i < n; i++) max = fabs(x[i]) > max ? fabs(x[i]) : max;
-    return max;
+void judge_under_free(result *r) { free(r->total.kv[0]); }
+
+bool judge_try_variants(const setting *a, attempts *to) {
+    for (int v = 0; v < VARIANTS; v++)
+        for (int i = 0; i < TRIES; i++) judge_stat_init(&to->tried[v][i].stat, 1);
+    return pass(a, V_RIGHT, NULL, to);
 }
 
-/* Rows of a key gradient beside its sum; role: 0 value alone, 1 key alone, 2 both. */
-static void compare_keys(const setting *a, const sums *s, int which, int role, judge_stat *stat, double *got,
-                         double *want, double *unit) {
+/* ---- the softmax scale that was really used ---- */
+
+/* Squared errors of a sample of rows, in units, at a factor of the scale; of each try. */
+static void squares_at(setting *a, part *w, const int64_t *rows, int n_rows, double factor, double *squares) {
     const judge *j = a->j;
-    const cg_dump *d = j->d;
-    const double e = j->rounding[quantity[which].id];
-    const bool window = which == A_KV;
-    for (int64_t b = 0; b < d->B; b++) {
-        const int64_t n = window ? d->physical[b] : d->n_keys[b];
-        for (int64_t i = 0; i < n; i++) {
-            const int64_t at = window ? d->start[b] + i : j->key0[b] + i;
-            if (window)
-                cg_dump_row(d, CG_DUMP_GRAD_KV, at, got);
-            else
-                cg_dump_key(d, CG_DUMP_GRAD_COMPRESSED_KV, b, i, got);
-            const double *value = (window ? s->kv : s->ckv)[0] + at * d->D,
-                         *key = (window ? s->kv : s->ckv)[1] + at * d->D;
-            for (int64_t c = 0; c < d->D; c++) {
-                want[c] = (role != 1 ? value[c] : 0) + (role != 0 ? key[c] : 0);
-                unit[c] = (window ? s->kv_noise : s->ckv_noise)[at] + 4 * e * fabs(want[c]) + judge_floor(e);
+    a->factor = factor;
+    for (int i = 0; i < TRIES; i++) squares[i] = a->tries[i] ? 0 : INFINITY;
+    for (int k = 0; k < n_rows; k++) {
+        row_begin(a, w, rows[k], false);
+        const int64_t n_keys = row_under(a, w, V_SCALE, &w->other);
+        for (int i = 0; i < TRIES; i++) {
+            const double *want, *noise;
+            if (!a->tries[i]) continue;
+            const int64_t n = numbers_of(a, w, i, n_keys, V_SCALE, &w->other, &want, &noise);
+            const cg_dump_id id = judge_id_of_try(i);
+            cg_dump_row(j->d, id, rows[k], w->got);
+            const double unit = (j->stored[id] + 8 * judge_rounding[j->own[id]]) * largest(w->got, n);
+            for (int64_t m = 0; m < n; m++) {
+                const double error = w->got[m] == want[m] ? 0 : (w->got[m] - want[m]) / unit;
+                squares[i] += isnan(error) ? INFINITY : error * error;
             }
-            judge_compare(j, stat, b, i, at, d->D, 0, got, want, unit);
         }
     }
 }
 
-static void say_variant(judge *j, cg_quantity *q, unsigned alive) {
-    for (int v = V_NO_SINK; v < VARIANTS; v++)
-        if (alive >> v & 1) {
-            snprintf(q->says, sizeof q->says, "%s", variants[v].says);
-            judge_fault(j, variants[v].name);
-            return;
+/* Along a grid, then between the neighbours of its best. What fits as well and is a simple number, or one
+ * that programs make, is taken for it. */
+bool judge_find_scale(setting *a) {
+    enum { ROWS = 8, STEPS = 64, MADE = 8 };
+    const cg_dump *d = a->j->d;
+    const double step = exp2(0.125), root = sqrt((double)d->D), scale = a->j->scale;
+    int64_t rows[ROWS];
+    int n_rows = 0, which = -1;
+    double best[TRIES], factors[TRIES], squares[TRIES];
+    part *w = calloc(1, sizeof *w);
+    const bool ok = w && part_new(a, w);
+    const int64_t cost = (d->window + a->width + 1) * d->H * d->D, most = cost < 1 << 19 ? ROWS : 2;
+    for (int64_t t = d->T - 1; ok && t >= 0 && n_rows < most; t -= d->T / (2 * most) + 1)
+        if (cg_dump_is_real(d, t)) rows[n_rows++] = t;
+    const double made[MADE] = {0, -1, root, 1 / root, 1 / scale, scale, 1 / log(2), log(2)};
+    for (int k = -STEPS; ok && k <= STEPS + MADE; k++) {
+        const double x = k <= STEPS ? pow(step, k) : made[k - STEPS - 1];
+        squares_at(a, w, rows, n_rows, x, squares);
+        for (int i = 0; i < TRIES; i++)
+            if (k == -STEPS || squares[i] < best[i]) best[i] = squares[i], factors[i] = x;
+    }
+    /* the output tells most, then the best form of an lse */
+    const int order[TRIES] = {TRY_OUTPUT, TRY_LSE, TRY_LSE + 1, TRY_LSE + 2, TRY_LSE + 3, TRY_QUERY};
+    for (int i = 0; ok && i < TRIES; i++)
+        if (a->tries[order[i]] &&
+            (which < 0 || (which >= TRY_LSE && order[i] >= TRY_LSE && best[order[i]] < best[which])))
+            which = order[i];
+    double factor = which >= 0 ? factors[which] : 1, least = which >= 0 ? best[which] : 0;
+    if (which >= 0 && factor > 0) { /* golden section */
+        const double golden = (sqrt(5) - 1) / 2;
+        double lo = factor / step, hi = factor * step;
+        for (int k = 0; k < 80; k++) {
+            double x[2] = {hi - golden * (hi - lo), lo + golden * (hi - lo)}, y[2];
+            for (int i = 0; i < 2; i++) {
+                squares_at(a, w, rows, n_rows, x[i], squares);
+                y[i] = squares[which];
+                if (y[i] < least) least = y[i], factor = x[i];
+            }
+            if (y[0] < y[1])
+                hi = x[1];
+            else
+                lo = x[0];
         }
-}
-
-static bool report(setting *a, judge_stat *stats, const sums *s, cg_error *error) {
-    judge *j = a->j;
-    const int64_t D = j->d->D, H = j->d->H, wide = (D > H ? D : H) + 1;
-    double *got = malloc((size_t)(3 * wide) * sizeof *got), *want = got + wide, *unit = want + wide;
-    if (!got) return cg_fail(error, CG_FAILED, "out of memory for a row");
-    for (int which = 0; which < A_QUANTITIES; which++) {
-        if (!a->has[which]) continue;
-        judge_stat other;
-        judge_stat_init(&other, 1);
-        if (which == A_KV || which == A_COMPRESSED)
-            compare_keys(a, s, which, 2, &stats[which], got, want, unit);
-        if (which == A_SINK) {
-            const double e = j->rounding[CG_DUMP_GRAD_SINK];
-            cg_dump_row(j->d, CG_DUMP_GRAD_SINK, 0, got);
-            for (int64_t h = 0; h < H; h++)
-                unit[h] = s->sink_noise[h] + 4 * e * fabs(s->sink[h]) + judge_floor(e);
-            judge_compare(j, &stats[which], -1, -1, 0, H, 1, got, s->sink, unit);
-            judge_compare(j, &other, -1, -1, 0, H, 1, got, s->sink_other, unit);
-        }
-        cg_quantity *q = judge_add(j, quantity[which].name, quantity[which].id, &stats[which]);
-        if (which == A_LSE || which == A_WINDOW_LSE) {
-            if (q->ok && a->form[which - A_LSE])
-                snprintf(q->says, sizeof q->says, "it is %s", lse_forms[a->form[which - A_LSE]]);
-            continue;
-        }
-        if (q->ok) continue;
-        if (which == A_OUTPUT) say_variant(j, q, a->alive_out);
-        if (which == A_QUERY) say_variant(j, q, a->alive_query);
-        if (which == A_SINK && !(other.worst_units > j->allowed)) {
-            snprintf(q->says, sizeof q->says, "it is recomputed from an output without the sink");
-            judge_fault(j, "sink-gradient-without-sink");
-        }
-        for (int role = 0; role < 2 && (which == A_KV || which == A_COMPRESSED); role++) {
-            judge_stat_init(&other, 1);
-            compare_keys(a, s, which, role, &other, got, want, unit);
-            if (other.worst_units > j->allowed) continue;
-            snprintf(q->says, sizeof q->says, "only a row's role as %s has a gradient", role ? "key" : "value");
-            judge_fault(j, role ? "gradient-of-key-role-only" : "gradient-of-value-role-only");
+        const double room[] = {3e-3, 1e-4, 3e-6, 1e-8}; /* then in few digits */
+        const double numbers = (double)(n_rows * d->H * (which < TRY_LSE ? d->D : 1));
+        bool simple = false;
+        for (int k = 0; k < 12 && !simple; k++) {
+            char digits[32];
+            snprintf(digits, sizeof digits, "%.*g", k - 1, factor);
+            double x =
+                k < 4 ? judge_simplest(factor * (1 - room[k]), factor * (1 + room[k])) : strtod(digits, NULL);
+            for (int i = 2; i < MADE && k < 4; i++)
+                if (fabs(made[i] - factor) <= room[k] * factor) x = made[i];
+            if (k < 4 && fabs(x / factor - 1) < 1e-14) continue; /* there is no simple one */
+            squares_at(a, w, rows, n_rows, x, squares);
+            simple = squares[which] <= least * (1 + 9 / numbers) + 4;
+            if (simple) factor = x;
         }
     }
-    free(got);
-    return true;
-}
-
-bool judge_attention(judge *j, cg_error *error) {
-    const cg_dump *d = j->d;
-    setting a = {.j = j};
-    bool any = false;
-    for (int q = 0; q < A_QUANTITIES; q++)
-        any |= a.has[q] = cg_dump_has(d, quantity[q].id) && !(q == A_WINDOW_LSE && !j->has_window);
-    if (!any) return true;
-    const bool keys = cg_dump_has(d, CG_DUMP_COMPRESSED_KV);
-    a.list = cg_dump_has(d, CG_DUMP_ATTN_TOPK) ? CG_DUMP_ATTN_TOPK
-             : cg_dump_has(d, CG_DUMP_TOPK)    ? CG_DUMP_TOPK
-                                               : CG_DUMP_ARRAYS;
-    a.width = a.list < CG_DUMP_ARRAYS ? d->array[a.list].width : d->K > 0 ? d->K : 0;
-    if (!j->has_window || (keys && a.list == CG_DUMP_ARRAYS && !(j->has_scores && d->K >= 0))) {
-        judge_note(j, "attention is not judged: %s needed", !j->has_window ? "query and kv are" : "topk is");
-        return true;
-    }
-    if (!j->has_sink) judge_note(j, "the dump has no sink: none is expected in the softmax");
-    a.grads =
-        cg_dump_has(d, CG_DUMP_DOUT) && (a.has[A_QUERY] || a.has[A_KV] || a.has[A_COMPRESSED] || a.has[A_SINK]);
-    for (int q = A_QUERY; q < A_QUANTITIES; q++) {
-        if (a.has[q] && !a.grads) judge_note(j, "%s is not judged: dout is needed", quantity[q].name);
-        a.has[q] &= a.grads && (q != A_SINK || j->has_sink) && (q != A_COMPRESSED || j->has_logits);
-    }
-    judge_stat stats[A_QUANTITIES];
-    judge_stat_init(stats, A_QUANTITIES);
-    sums total = {0};
-    a.k_largest[0] = malloc((size_t)(d->T + 1) * sizeof(double));
-    a.k_largest[1] = malloc((size_t)(j->key0[d->B] + 1) * sizeof(double));
-    bool ok = a.k_largest[0] && a.k_largest[1];
-    if (ok) {
-        for (int64_t t = 0; t < d->T; t++) a.k_largest[0][t] = largest(j->kv + t * d->D, d->D);
-        for (int64_t k = 0; j->has_logits && k < j->key0[d->B]; k++)
-            a.k_largest[1][k] = largest(j->ckv + k * d->D, d->D);
-        ok = find_forms(&a) && (!a.grads || sums_new(&a, &total, 0, d->T)) &&
-             pass(&a, stats, false, a.grads ? &total : NULL);
-        a.alive_out =
-            a.has[A_OUTPUT] && stats[A_OUTPUT].worst_units > j->allowed ? (1u << V_LSE_NO_SINK) - 1 : 0;
-        a.alive_query = a.has[A_QUERY] && stats[A_QUERY].worst_units > j->allowed ? (1u << VARIANTS) - 1 : 0;
-        if (ok && (a.alive_out | a.alive_query)) ok = pass(&a, NULL, true, NULL);
-        ok = ok && report(&a, stats, &total, error);
-    }
-    free(a.k_largest[0]);
-    free(a.k_largest[1]);
-    free(total.kv[0]);
-    return ok || cg_fail(error, CG_FAILED, "out of memory for attention over %lld rows", (long long)d->T);
+    if (w) part_free(w);
+    free(w);
+    a->factor = factor;
+    return ok;
 }
