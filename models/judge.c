@@ -36,7 +36,9 @@ bool judge_row_new(const judge *j, judge_row *r) {
     const cg_dump *d = j->d;
     const size_t n = (size_t)d->N + 1, H = (size_t)d->H, G = (size_t)d->Hi;
     const int64_t lists = d->K > d->array[CG_DUMP_ATTN_TOPK].width ? d->K : d->array[CG_DUMP_ATTN_TOPK].width;
-    const size_t K = lists > 0 ? (size_t)lists : 0; /* the wider of the two */
+    const size_t K = d->K < 0    ? n
+                     : lists > 0 ? (size_t)lists
+                                 : 0; /* the wider of the two, or what all keys need */
     size_t wide = H * (size_t)d->D;
     if (G * (size_t)(d->Di + 1) > wide) wide = G * (size_t)(d->Di + 1);
     if (n > wide) wide = n;
@@ -155,7 +157,7 @@ void judge_row_scores(const judge *j, judge_row *r) {
         memcpy(r->selected[1], r->selected[0], (size_t)n);
         r->n_selected[1] = r->n_selected[0];
     } else {
-        for (int form = 0; form < 2; form++)
+        for (int form = 1; form >= 0; form--) /* the list stays that of scores with ReLU */
             r->n_selected[form] =
                 mark_largest(r->scores[form], n, d->K < 0 ? n : d->K, r->list, r->selected[form]);
         r->unclear = is_unclear(j, r);

@@ -277,7 +277,7 @@ static bool bars_apart(const judge *j, cg_dump_id id, judge_level level, int64_t
 static void hold(const judge *j, cg_dump_id id, trial *to, const judge_row *r, int64_t n, int64_t per_head,
                  const double *got, const double *want, const double *noise, const double *right,
                  const double *right_noise) {
-    judge_compare(j, id, &to->stat, r->segment, r->position, r->t, n, per_head, got, want, noise);
+    judge_compare(j, id, &to->stat, r->segment, r->position, r->t, n, per_head, got, want, noise, NULL, n);
     for (judge_level level = j->own[id]; level < JUDGE_LEVELS; level++)
         to->apart[level] += bars_apart(j, id, level, n, want, noise, right, right_noise);
 }
@@ -296,7 +296,7 @@ static void judge_one(const setting *a, part *w, int64_t t, variant v, sums *int
             if (a->has[q]) {
                 cg_dump_row(d, judge_attended[q].id, t, w->got);
                 judge_compare(j, judge_attended[q].id, &w->stats[q], -1, t, t, HD, d->D, w->got, to->out,
-                              to->out);
+                              to->out, NULL, HD);
             }
         return;
     }
@@ -326,14 +326,14 @@ static void judge_one(const setting *a, part *w, int64_t t, variant v, sums *int
         cg_dump_row(d, CG_DUMP_OUTPUT, t, w->got);
         output_of(a, w, n, to);
         judge_compare(j, CG_DUMP_OUTPUT, &w->stats[A_OUTPUT], r->segment, r->position, t, HD, d->D, w->got,
-                      to->out, to->out_noise);
+                      to->out, to->out_noise, NULL, HD);
     }
     if (!a->grads) return;
     gradient_of(a, w, n, v, to, into);
     if (!a->has[A_QUERY] || !r->real) return;
     cg_dump_row(d, CG_DUMP_GRAD_QUERY, t, w->got);
     judge_compare(j, CG_DUMP_GRAD_QUERY, &w->stats[A_QUERY], r->segment, r->position, t, HD, d->D, w->got,
-                  to->dq, to->dq_noise);
+                  to->dq, to->dq_noise, NULL, HD);
 }
 
 cg_dump_id judge_id_of_try(int t) {
@@ -541,7 +541,7 @@ void judge_compare_sink(const setting *a, const sums *s, const double *want, jud
     double *noise = buffer + H;
     cg_dump_row(a->j->d, CG_DUMP_GRAD_SINK, 0, buffer);
     for (int64_t h = 0; h < H; h++) noise[h] = sum_noise(s->sink_noise + SUM_NOISE * h);
-    judge_compare(a->j, CG_DUMP_GRAD_SINK, to, -1, -1, 0, H, 1, buffer, want, noise);
+    judge_compare(a->j, CG_DUMP_GRAD_SINK, to, -1, -1, 0, H, 1, buffer, want, noise, NULL, H);
 }
 
 /* The form of an lse that fits best, the first one in doubt. */

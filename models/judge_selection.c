@@ -29,9 +29,6 @@ typedef struct tally {
     double worst_tie;
 } tally;
 
-/* Keys that a row selects at most; lists may be wider, or narrower where there are not so many keys. */
-static int64_t asked(const cg_dump *d) { return d->topk_asked >= 0 ? d->topk_asked : d->K; }
-
 static int falling(const void *a, const void *b) {
     const double x = *(const double *)a, y = *(const double *)b;
     return x < y ? 1 : x > y ? -1 : 0;
@@ -78,7 +75,7 @@ static double room_of(const judge *j, const judge_row *r, judge_level level) {
 static void try_rule(const judge *j, judge_row *r, rule which, double room, tally *y) {
     const cg_dump *d = j->d;
     const int64_t late = r->position / d->ratio, n = which == TOO_LATE && late < r->n ? late : r->n;
-    const int64_t most = asked(d);
+    const int64_t most = d->k_asked; /* lists may be wider, or narrower where there are not so many keys */
     double *scores = r->a[0];
     int64_t *theirs = (int64_t *)r->x[2];
     if (which == BY_LINEAR && !j->has_dots) {
@@ -119,7 +116,7 @@ static cg_difference place_of(const cg_dump *d, const judge_row *r, const int64_
 
 static void judge_one(const judge *j, judge_row *r, tally *y) {
     const cg_dump *d = j->d;
-    const int64_t n = r->n, K = d->K, most = asked(d);
+    const int64_t n = r->n, K = d->K, most = d->k_asked;
     const double *scores = r->scores[0];
     const double room = room_of(j, r, JUDGE_F32);
     int64_t *list = r->list, *want = (int64_t *)r->x[3];
@@ -272,7 +269,7 @@ static void say(judge *j, cg_quantity *q, const tally *all) {
     } else if (all->too_many) {
         judge_fault(j, "selects-too-many");
         snprintf(text, bytes, "%s more than %lld keys", rows_text(all->too_many, "select", rows, sizeof rows),
-                 (long long)asked(j->d));
+                 (long long)j->d->k_asked);
     } else if (all->wrong && say_rule(j, q, all)) {
         return;
     } else if (all->wrong && say_coarse(j, q, all)) {
@@ -349,7 +346,7 @@ static void compare_scores(const judge *j, judge_row *r, bool slots, score_part 
     }
     for (int form = 0; form < 2; form++)
         judge_compare(j, CG_DUMP_SCORES, &to->form[form], r->segment, r->position, r->t, n, 0, got, want[form],
-                      noise);
+                      noise, NULL, n);
     for (judge_level level = j->own[CG_DUMP_SCORES]; level < JUDGE_LEVELS; level++) {
         bool apart = false;
         for (int64_t i = 0; i < n; i++) {
