@@ -305,6 +305,34 @@ static bool factor_of(const search *s, const compared *c, unsigned parts, double
     return n > 0 && judge_factor_of(s->j, stats, ids, n, factor);
 }
 
+/* p / q with p * q at most 64. */
+static bool is_simple(double x) {
+    for (int q = 1; q <= 8; q++) {
+        const double p = fabs(fabs(x) < 1 ? 1 / x : x) * q;
+        if (fabs(p - round(p)) < 1e-9 * p && round(p) * q <= 64) return true;
+    }
+    return false;
+}
+
+/* One factor for all indexer gradients that are not as expected. Few numbers have some factor by chance or by rounding: then it must be
+ * a simple one, and hit closely. */
+static bool find_factor(facts *f) {
+    const unsigned off = f->parts & GRADIENTS & ~f->as_expected;
+    int64_t n = 0, rows = 0;
+    double width = INFINITY;
+    if (!off || !factor_of(f->s, &f->beside, off, &f->factor)) return false;
+    for (int q = Q_GRAD_Q; q <= Q_GRAD_K; q++) {
+        const judge_stat *stat = &f->beside.stats[q];
+        if (!(off & PART(q))) continue;
+        n += stat->factor[f->s->j->own[judge_quantity[q].id]].n;
+        rows += stat->beyond;
+        width = fmin(width, stat->factor[f->s->j->own[judge_quantity[q].id]].hi -
+                                stat->factor[f->s->j->own[judge_quantity[q].id]].lo);
+    }
+    const bool simple = n >= 4 && width < 1e-3 * fabs(f->factor) && is_simple(f->factor);
+    return simple || (n >= 6 && rows >= 3 && !(off & f->unsure));
+}
+
 /* How the dump stands beside what was chosen for `given`; any_factor: gradients have a direction only. */
 static bool examine(facts *f, finding *x, unsigned given, bool any_factor, judge_level level) {
     search *s = f->s;
@@ -476,9 +504,7 @@ static bool find_out(facts *f) {
     f->as_expected = f->expectable ? outcomes(s, &f->beside, f->parts, JUDGE_SAME, JUDGE_BF16) : 0;
     f->unsure = f->expectable ? outcomes(s, &f->beside, f->parts, JUDGE_UNSURE, JUDGE_BF16) : 0;
     if (done || as_expected) return true;
-    const unsigned off = f->parts & GRADIENTS & ~f->as_expected & ~f->unsure;
-    if (off && f->expectable)
-        f->group_factor = factor_of(s, &f->beside, f->parts & GRADIENTS & ~f->as_expected, &f->factor);
+    f->group_factor = f->expectable && find_factor(f);
     f->joint = (finding){0};
     set_level(j, free);
     s->coarser = false;
