@@ -284,12 +284,12 @@ static double *keys_of(const cg_dump *d, cg_dump_id id, int64_t width, const int
     return x;
 }
 
-/* Zeros alone, which f32 may have made of anything below its range. */
-static bool is_zero(const cg_dump *d, cg_dump_id id) {
-    const cg_dump_array *a = &d->array[id];
-    const char *bytes = a->data;
-    const size_t n = (size_t)cg_tensor_bytes(a->dtype, &a->shape);
-    return n > 0 && bytes[0] == 0 && memcmp(bytes, bytes + 1, n - 1) == 0;
+/* Zeros alone, of either sign, which f32 may have made of anything below its range. */
+static bool is_zero(const cg_dump_array *a) {
+    const int64_t n = cg_shape_count(&a->shape);
+    for (int64_t i = 0; i < n; i++)
+        if (((const double *)a->data)[i] != 0) return false;
+    return n > 0;
 }
 
 /* Own and free level of each answer. */
@@ -297,16 +297,14 @@ static void find_levels(judge *j) {
     const cg_dump *d = j->d;
     bool coarse = false; /* an input that f64 arithmetic did not make */
     for (int id = 0; id < CG_DUMP_ARRAYS; id++) {
-        const cg_dtype held = d->array[id].dtype == CG_F64 && d->array[id].name && is_zero(d, (cg_dump_id)id)
-                                  ? CG_F32
-                                  : cg_dump_holds(d, (cg_dump_id)id);
+        const bool zero = d->array[id].name && d->array[id].dtype == CG_F64 && is_zero(&d->array[id]);
+        const cg_dtype held = zero ? CG_F32 : cg_dump_holds(d, (cg_dump_id)id);
         j->stored[id] = cg_dtype_rounding(held);
         j->own[id] = held == CG_F64 ? JUDGE_F64 : JUDGE_F32;
         if (!d->array[id].name) continue;
         if (id < CG_DUMP_TOPK)
             coarse |= held != CG_F64;
-        else if (cg_dtype_rounding(cg_dump_holds(d, (cg_dump_id)id)) > cg_dtype_rounding(d->array[id].dtype) &&
-                 id >= CG_DUMP_OUTPUT)
+        else if (!zero && j->stored[id] > cg_dtype_rounding(d->array[id].dtype) && id >= CG_DUMP_OUTPUT)
             judge_note(j, "%s holds %s numbers in %s and is judged at their rounding", cg_dump_names[id],
                        cg_dtype_name(held), cg_dtype_name(d->array[id].dtype));
     }
@@ -383,7 +381,7 @@ static double error_of(double got, double want) {
 }
 
 double judge_unit(const judge *j, cg_dump_id id, judge_level level, double want, double noise) {
-    const double e = j->stored[id], share = level > JUDGE_F32 ? 0.25 : level == JUDGE_F64 ? 2 : 1;
+    const double e = j->stored[id], share = level > JUDGE_F32 ? 0.375 : level == JUDGE_F64 ? 4 : 1;
     const double computed = noise * share * (judge_rounding[level] / judge_rounding[JUDGE_F32]);
     return computed + e * fabs(want) + (noise > 0 ? judge_floor(e) : 0);
 }
@@ -578,7 +576,6 @@ cg_quantity *judge_add(judge *j, const char *name, cg_dump_id id, const judge_st
     cg_quantity *q = &v->quantities[v->n_quantities++];
     judge_level level;
     const judge_outcome outcome = judge_outcome_of(j, id, s, &level);
-if (getenv("DBG")) fprintf(stderr, "%s: out %d level %d ceil %d units %g %g %g %g rows %ld beyond %ld free %ld %ld fac n %ld [%g %g] other %g\n", name, outcome, level, j->ceiling, s->worst_units[0], s->worst_units[1], s->worst_units[2], s->worst_units[3], s->rows, s->beyond, s->free_rows, s->free_beyond, s->factor[j->free[id]].n, s->factor[j->free[id]].lo, s->factor[j->free[id]].hi, s->factor[j->free[id]].other);
     *q = (cg_quantity){.name = name,
                        .tensor = j->d->array[id].name,
                        .ok = outcome == JUDGE_SAME,

@@ -106,7 +106,8 @@ double judge_dot_noise(const judge *j, const judge_row *r);
 double judge_floor(double stored);
 
 /* Unit of expected rounding of an element of tensor id at a level. noise 0: exactly `want` is expected. Coarser than
- * f32, a quarter of the worst is expected: such products are summed in f32, where their rounding averages out. */
+ * f32, three eighths of the worst are expected: such products are summed in f32, where their rounding averages out;
+ * finer, four times: functions are not exact to the last bit. */
 double judge_unit(const judge *j, cg_dump_id id, judge_level level, double want, double noise);
 
 /* Compare n elements of row t of a tensor with what is wanted; noise[i] as above. per_head elements belong to a head

@@ -109,14 +109,15 @@ static void say_common_factor(const setting *a, const result *r, cg_quantity *co
     cg_dump_id ids[A_QUANTITIES];
     int n = 0;
     double factor;
-    bool all = true;
+    bool all = true, some = false;
     for (int which = A_QUERY; which < A_QUANTITIES; which++) {
         if (!a->has[which]) continue;
         all &= r->outcome[which] != JUDGE_SAME || r->stats[which].max_want == 0;
+        some |= r->outcome[which] == JUDGE_OTHER;
         stats[n] = &r->stats[which];
         ids[n++] = judge_attended[which].id;
     }
-    if (n > 1 && all && judge_factor_of(a->j, stats, ids, n, &factor)) {
+    if (n > 1 && all && some && judge_factor_of(a->j, stats, ids, n, &factor)) {
         for (int which = A_QUERY; which < A_QUANTITIES; which++)
             if (q[which] && !q[which]->ok)
                 snprintf(q[which]->says, sizeof q[which]->says,

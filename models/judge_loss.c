@@ -89,6 +89,21 @@ static void consider(walker *w, const cg_contract *c) {
     }
 }
 
+/* Nothing that the walk looks for can come of a contract and its factors. `base`: without them, the reduction apart. */
+static bool is_idle(const walker *w, const cg_contract *base) {
+    const unsigned fixed = CG_FAULT_DENSE_OVER_SPARSE_LSE | CG_FAULT_TEACHER_UNDERFLOW;
+    const choice *best = w->to;
+    cg_contract c = *base;
+    c.value[CG_AXIS_REDUCTION] = w->expected->value[CG_AXIS_REDUCTION];
+    c.faults |= w->expected->faults & ~fixed;
+    if (w->walk == WALK_BEST) return best->found && judge_cost(&c, w->expected) > w->cost;
+    if ((c.faults ^ best->c.faults) & fixed) return true;
+    if (w->walk == WALK_COMBINED) return best->combined && judge_cost(&c, w->expected) >= w->combined_cost;
+    int changed = 0;
+    for (int a = 0; a < CG_AXES; a++) changed += a != CG_AXIS_REDUCTION && c.value[a] != best->c.value[a];
+    return changed > 1;
+}
+
 static bool value_alive(const search *s, unsigned parts, int t, int kl, int form, int weight) {
     const tables *y = s->start;
     const int dense = key_of(t).support != 0;
@@ -106,13 +121,15 @@ static void walk_values(const search *s, unsigned parts, demand gradient, walker
     for (int number = 0; number < VALUES; number++) {
         const int weight = number % WEIGHTS, form = number / WEIGHTS % FORMS,
                   kl = number / WEIGHTS / FORMS % KLS, t = number / WEIGHTS / FORMS / KLS;
+        const cg_contract base = contract_of(t, kl, form, weight);
         if (!judge_usable(s, t) || !value_alive(s, parts, t, kl, form, weight)) continue;
+        if (gradient != NO_GRADIENT && is_idle(w, &base)) continue;
         const listed *l = NULL;
         for (int i = s->first_listed[t]; i < s->first_listed[t + 1]; i++)
             if (s->list[i].kl == kl && s->list[i].form == form && s->list[i].weight == weight) l = &s->list[i];
         if ((parts & PART(Q_LOSS)) && !l) continue;
         for (int v = 0; v < LOSS_FACTORS; v++) {
-            const cg_contract c = with_loss_factor(contract_of(t, kl, form, weight), v);
+            const cg_contract c = with_loss_factor(base, v);
             if (parts & PART(Q_LOSS) ? !loss_fits(s, l, &c) : v % 4) continue;
             if (gradient == NO_GRADIENT) {
                 if (!(parts & PART(Q_LOSS)) && v % 12) continue;
@@ -148,9 +165,11 @@ static void walk_gradients(const search *s, const cg_contract *near, demand fact
         const int extra = number % EXTRAS, weight = number / EXTRAS % WEIGHTS,
                   form = number / EXTRAS / WEIGHTS % FORMS, slope = number / EXTRAS / WEIGHTS / FORMS % SLOPES,
                   t = number / SLOPES_OF_TARGET;
-        for (int f = 0; f <= FACTORS && bits; f++) {
+        const cg_contract base = gradient_contract(t, slope, form, weight, extra);
+        if (!bits || (slope && is_idle(w, &base))) continue;
+        for (int f = 0; f <= FACTORS; f++) {
             if (factor == ANY_FACTOR ? f || !(bits & DIRECTION) : !(bits >> f & 1)) continue;
-            cg_contract c = gradient_contract(t, slope, form, weight, extra);
+            cg_contract c = base;
             if (factor != ANY_FACTOR) c = with_factor(c, f);
             if (slope == 0 && slope_of(near->value[CG_AXIS_KL]) == 0)
                 c.value[CG_AXIS_KL] = near->value[CG_AXIS_KL];
