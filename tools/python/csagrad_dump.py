@@ -182,6 +182,8 @@ class _Source:
     def reason(self):
         """Why there is no gradient."""
         base = getattr(self.x, "_base", None)
+        if self.x.requires_grad and self.x.is_leaf and base is not None:
+            return "it is a view made under no_grad, which backward does not reach"
         if self.x.requires_grad:
             return "backward never reached it: the code used another tensor, a view of it perhaps, or backward was not run"
         if base is not None and base.requires_grad:
@@ -211,9 +213,9 @@ class Dump:
             if x is not None:
                 self._take(name, x)
 
-    def _take(self, name, x, view=_same, scale=1):
+    def _take(self, name, x, view=_same, scale=1, wide=True):
         dtype, array = _stored(x)
-        self.tensors["in." + name] = _scaled((dtype, view(array)), scale, wide=True)
+        self.tensors["in." + name] = _scaled((dtype, view(array)), scale, wide)
         if name in self.sources:
             self.sources.pop(name).release()
         if name in GRADIENTS and hasattr(x, "requires_grad"):
@@ -393,13 +395,14 @@ class _Watch(Dump):
                 seen(_by_name(module.forward, values, named), result)
         self.undo.append(module.register_forward_hook(hook, with_kwargs=True).remove)
 
-    def _replace(self, name, make):
-        """Puts make(what the name stands for) in its place in the framework's module; False: no such name."""
-        original = getattr(self.namespace, name, None)
+    def _replace(self, name, make, namespace=None):
+        """Puts make(what the name stands for) in its place in the framework's module; None: no such name."""
+        namespace = namespace or self.namespace
+        original = getattr(namespace, name, None)
         if original is not None:
-            setattr(self.namespace, name, make(original))
-            self.undo.append(lambda: setattr(self.namespace, name, original))
-        return original is not None
+            setattr(namespace, name, make(original))
+            self.undo.append(lambda: setattr(namespace, name, original))
+        return original
 
     def _start(self, *_):
         torch = sys.modules.get("torch")
@@ -471,15 +474,19 @@ class _Megatron(_Watch):
         self._on(layer.compressor, self.compressed)
         if self._replace("FusedDSAIndexerLoss", lambda f: _Stand(f, "apply", self._around(f.apply, self.lost, f.forward))):
             calls.append("FusedDSAIndexerLoss.apply")
-        if self._replace("fused_csa_indexer_sparse_attn", lambda f: self._around(f, self.fused, f)):
-            calls.append("fused_csa_indexer_sparse_attn")
-        self._replace("unfused_compressed_sparse_attn", lambda f: self._around(f, self.attended, f))
-        looked_for = "a call of %s in %s; the layer must be in training" % (" or ".join(calls) or "nothing that is",
-                                                                             self.namespace.__name__)
+        fused = self._replace("fused_csa_indexer_sparse_attn", lambda f: self._around(f, self.fused))
+        if fused:
+            calls.append(fused.__name__)
+            inside = sys.modules[fused.__module__]
+            if self._replace("_indexer_topk_core", lambda f: self._around(f, self.chosen), inside):
+                calls.append("_indexer_topk_core")
+        self._replace("unfused_compressed_sparse_attn", lambda f: self._around(f, self.attended))
+        looked_for = "a call of %s in training; %s has no other that is known" % (" or ".join(calls), self.namespace.__name__)
         self.unseen = dict.fromkeys(("q_indexer", "weights", "k_indexer", "loss", "topk"), looked_for)
 
-    def _around(self, function, seen, named_by):
+    def _around(self, function, seen, named_by=None):
         """The function, with its calls shown to seen(arguments by name, result) while the layer runs."""
+        named_by = named_by or function
         takes_context = next(iter(inspect.signature(named_by).parameters)) == "ctx"
 
         def call(*values, **named):
@@ -503,15 +510,19 @@ class _Megatron(_Watch):
         self._fact("index", "global" if call.get("varlen_starts") is not None else "local")
 
     def fused(self, call, result):
-        """fused_csa_indexer_sparse_attn: multiplies weights by indexer_softmax_scale inside, keeps its list."""
+        """fused_csa_indexer_sparse_attn: multiplies weights by indexer_softmax_scale inside, rounded to their type."""
         self._indexer(call, call["q_indexer"], call["k_indexer"], call["indexer_softmax_scale"])
         self.answer(loss=result[1])
-        self.not_found["topk"] = "fused_csa_indexer_sparse_attn does not return it; layer.use_fused_kernels = False does"
+
+    def chosen(self, call, result):
+        """_indexer_topk_core: the list of the fused kernels."""
+        self.answer(topk=result[0])
+        self._fact("index", "local")
 
     def _indexer(self, call, q, k, scale):
         self._take("q_indexer", q)
         self._take("k_indexer", k)
-        self._take("weights", call["weights"], scale=scale)
+        self._take("weights", call["weights"], scale=scale, wide=False)
         self._fact("loss_coeff", call["loss_coeff"])
         self._fact("sparse", call["sparse_loss"])
         self._fact("reduction", "sum" if call["calculate_per_token_loss"] else "mean")
