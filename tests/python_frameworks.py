@@ -1,8 +1,8 @@
-"""What csagrad_dump.from_megatron and from_transformers make of a layer: of stand-ins, and of the real ones if installed.
+"""What csagrad_dump.from_megatron and from_transformers make of a layer: of stand-ins, and of real ones if there.
 
 A stand-in has the modules, functions, argument names and shapes of the framework's layer (megatron.md and
-transformers.md name them) and no formulas: it plays a dump of `csagrad dump`, which must come out again and be found
-right. The real layers compute; csagrad check must find what they compute right.
+transformers.md name them) and no formulas: it plays a dump of `csagrad dump`, which must come out again and be
+found right. The real layers compute; csagrad check must find what they compute right.
 
     python3 tests/python_frameworks.py FOLDER build/csagrad
 """
@@ -50,8 +50,8 @@ class Tensor:
     dtype = "torch.float32"
 
     def __init__(self, x, grad=None, leaf=False):
-        self.x, self.shape, self.given, self.grad, self.is_leaf, self.hooks = numpy.asarray(x), numpy.shape(x), grad, None, leaf, []
-        self.requires_grad, self.kept = grad is not None, False
+        self.x, self.shape, self.given, self.is_leaf = numpy.asarray(x), numpy.shape(x), grad, leaf
+        self.requires_grad, self.grad, self.kept, self.hooks = grad is not None, None, False, []
     def detach(self): return self
     def cpu(self): return self
     def clone(self): return self
@@ -117,7 +117,8 @@ def same(path, play, but=()):
     """The file that was written has what was played, and is found right."""
     tensors, facts = load(path)
     expected = dict(play.tensors)
-    for name in ("out.target", "out.log_predict", "out.lse", "out.query_valid_rows") + tuple(but): expected.pop(name, None)
+    for name in ("out.target", "out.log_predict", "out.lse", "out.query_valid_rows") + tuple(but):
+        expected.pop(name, None)
     for name, x in expected.items():
         assert name in tensors, name
         assert x.size == tensors[name].size and (x.reshape(-1) == tensors[name].reshape(-1)).all(), name
@@ -135,16 +136,17 @@ def same(path, play, but=()):
 class Function:
     """As FusedDSAIndexerLoss: apply takes what forward takes behind ctx."""
     @staticmethod
-    def forward(ctx, q, weights, k, query, key, softmax_scale, topk, loss_coeff, mask, sparse_loss, pg_collection,
-                varlen_starts=None, varlen_ends=None, key_positions=None, query_valid_rows=None,
+    def forward(ctx, q, weights, k, query, key, softmax_scale, topk, loss_coeff, mask, sparse_loss,
+                pg_collection, varlen_starts=None, varlen_ends=None, key_positions=None, query_valid_rows=None,
                 calculate_per_token_loss=False, use_relu=True, non_compressed_lse=None): pass
     @staticmethod
     def apply(*values): return playing("out.topk"), playing("out.loss", lambda x: x.reshape(()))
 
 
-def fused_csa_indexer_sparse_attn(query, kv_full, attn_sink, window_idxs, q_indexer, k_indexer, weights, indexer_topk, ratio,
-                                  softmax_scale, indexer_softmax_scale=1.0, loss_coeff=0.0, sparse_loss=False, kv_offset=0,
-                                  calculate_per_token_loss=False, *, cu_seqlens_q=None, compressed_kv=None):
+def fused_csa_indexer_sparse_attn(query, kv_full, attn_sink, window_idxs, q_indexer, k_indexer, weights,
+                                  indexer_topk, ratio, softmax_scale, indexer_softmax_scale=1.0, loss_coeff=0.0,
+                                  sparse_loss=False, kv_offset=0, calculate_per_token_loss=False, *,
+                                  cu_seqlens_q=None, compressed_kv=None):
     if "_indexer_topk_core" in globals(): _indexer_topk_core(q_indexer, k_indexer, weights, indexer_topk, ratio)
     return None, playing("out.loss", lambda x: x.reshape(()))
 
@@ -184,19 +186,21 @@ class CompressedSparseAttention(Module):
         self.compressor(x, packed_seq_params=packed_seq_params)
         coeff, sparse = float(p.facts["loss_coeff"]), p.facts["sparse"] == "true"
         if self.training and self.use_fused_kernels:
-            fused_csa_indexer_sparse_attn(query, None, self.attn_sink, None, p("in.q_indexer"), p("in.k_indexer"),
-                                          p("in.weights", scale=scale), self.indexer.index_topk, 4, self.softmax_scale,
-                                          scale, coeff, sparse_loss=sparse)
+            fused_csa_indexer_sparse_attn(query, None, self.attn_sink, None, p("in.q_indexer"),
+                                          p("in.k_indexer"), p("in.weights", scale=scale),
+                                          self.indexer.index_topk, 4, self.softmax_scale, scale, coeff,
+                                          sparse_loss=sparse)
         elif self.training:
-            topk, _ = FusedDSAIndexerLoss.apply(p("in.q_indexer"), p("in.weights"), p("in.k_indexer"), query, None,
-                                                self.softmax_scale, 3, coeff, None, sparse, self.pg_collection,
-                                                1 if thd else None, None, None, None, False, True,
-                                                p("out.non_compressed_lse"))
+            topk, _ = FusedDSAIndexerLoss.apply(
+                p("in.q_indexer"), p("in.weights"), p("in.k_indexer"), query, None, self.softmax_scale, 3,
+                coeff, None, sparse, self.pg_collection, 1 if thd else None, None, None, None, False, True,
+                p("out.non_compressed_lse"))
             if not thd:
                 chosen = topk.x[..., ::-1] if self.swap else numpy.roll(topk.x, 1, -1)
-                chosen = numpy.where(chosen < self.swap, -1, chosen + query.shape[0])  # swap: drops row 0 as well
+                chosen = numpy.where(chosen < self.swap, -1, chosen + query.shape[0])  # swap drops row 0 too
                 window = numpy.zeros(topk.shape[:2] + (self.window_size,), "i4")
-                unfused_compressed_sparse_attn(query, None, None, Tensor(numpy.concatenate([window, chosen], -1)), 1)
+                both = Tensor(numpy.concatenate([window, chosen], -1))
+                unfused_compressed_sparse_attn(query, None, None, both, 1)
         return p("out.output", lambda x: x.reshape((len(x), 1, -1) if thd else x.shape[:2] + (-1,)))
 
 
@@ -212,14 +216,16 @@ def megatron(path, name, run=1, **attributes):
 
     def go(d):
         for _ in range(run):
-            kv = playing("in.kv", lambda x: x.reshape(x.shape[:-1] + (1,) * (1 + (packed is not None)) + x.shape[-1:]))
+            ones = (1,) if packed is None else (1, 1)
+            kv = playing("in.kv", lambda x: x.reshape(x.shape[:-1] + ones + x.shape[-1:]))
             layer(playing("in.query"), kv, kv, None, packed_seq_params=packed)
         playing.backward()
 
     outer = Module()
     outer.attention = layer
     said = watched(csagrad_dump.from_megatron(outer, path), go)
-    assert not layer.before and not layer.behind and not layer.compressor.behind and FusedDSAIndexerLoss is Function
+    assert not layer.before and not layer.behind and not layer.compressor.behind
+    assert FusedDSAIndexerLoss is Function
     return said
 
 
@@ -227,8 +233,8 @@ path = folder + "/watched.safetensors"
 sizes = ["--batch", "2", "--seq", "56", "--set", "index_topk=5"]
 for form in ("sbhd", "bshd", "thd"):
     extra = ["--padded", "--index", "global", "--segments", "30,0,41,7"] if form == "thd" else []
-    subprocess.run([program, "dump", *sizes, *extra, "--layout", form, "--out", folder + "/" + form + ".st"], check=True,
-                   stdout=subprocess.DEVNULL)
+    subprocess.run([program, "dump", *sizes, *extra, "--layout", form, "--out", folder + "/" + form + ".st"],
+                   check=True, stdout=subprocess.DEVNULL)
 playing = None
 for form in ("sbhd", "thd"):
     said = megatron(path, folder + "/" + form + ".st")
@@ -253,7 +259,7 @@ same(path, playing, but=("out.non_compressed_lse",))
 core = _indexer_topk_core
 del _indexer_topk_core
 said = megatron(path, folder + "/sbhd.st", use_fused_kernels=True)
-assert "not found topk: a call of FusedDSAIndexerLoss.apply or fused_csa_indexer_sparse_attn in" in said, said
+assert "topk: a call of FusedDSAIndexerLoss.apply or fused_csa_indexer_sparse_attn in training" in said, said
 _indexer_topk_core = core
 
 # attention that follows another list than the loss
@@ -302,10 +308,14 @@ class DeepseekV4Attention(Module):
         indexer = Result(None, scorer=scorer, index_topk=int(facts["topk"]))
         self.compressor = Result(None, indexer=indexer, compress_rate=int(facts["ratio"]))
         scorer.weights_proj.forward = lambda input: playing("in.weights", scale=0.125)
-        scorer.forward = lambda q, compressed_kv, hidden_states: (scorer.weights_proj(hidden_states), Tensor(self.scores))[1]
-        self.scores = numpy.zeros(play.tensors["out.target"].shape)
-        indexer.forward = self.select
+        scorer.forward, indexer.forward = self.score, self.select
         self.compressor.forward = self.compress
+
+    def score(self, q, compressed_kv, hidden_states):
+        self.compressor.indexer.scorer.weights_proj(hidden_states)
+        dots = numpy.einsum("bsge,bne->bsgn", q.x.astype("f8"), compressed_kv.x.astype("f8"))
+        weights = playing.tensors["in.weights"][..., None]
+        return Tensor((numpy.maximum(dots, 0) * weights).sum(2).astype("f4"))
 
     def select(self, hidden_states, q_residual, position_ids, cache, layer_idx):
         self.compressor.indexer.scorer(playing("in.q_indexer"), playing("in.k_indexer"), hidden_states)
@@ -323,8 +333,8 @@ class DeepseekV4Attention(Module):
         key = Tensor(numpy.concatenate([old] + both, 1)[:, None], numpy.concatenate([old] + slopes, 1)[:, None])
         playing.made.append(key)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface("eager", eager_attention_forward)
-        return attend(self, playing("in.query", lambda x: x.swapaxes(1, 2)), key, key, attention_mask, dropout=self.dropout,
-                      scaling=self.scaling)
+        return attend(self, playing("in.query", lambda x: x.swapaxes(1, 2)), key, key, attention_mask,
+                      dropout=self.dropout, scaling=self.scaling)
 
 
 def transformers(path, mask=None, backward=True, **attributes):
@@ -340,19 +350,11 @@ def transformers(path, mask=None, backward=True, **attributes):
         if backward: playing.backward()
         d.answer(loss=playing.tensors["out.loss"])
 
-    watch = csagrad_dump.from_transformers(layer, path, loss_coeff=float(playing.facts["loss_coeff"]), reduction="mean",
-                                           sparse=True)
-    # scores of another type than the file's: the indexer's own, so that the list can be told
-    layer.scores = scores()
+    watch = csagrad_dump.from_transformers(layer, path, loss_coeff=float(playing.facts["loss_coeff"]),
+                                           reduction="mean", sparse=True)
     said = watched(watch, go)
     assert isinstance(ALL_ATTENTION_FUNCTIONS, AttentionInterface) and not layer.compressor.indexer.behind
     return said
-
-
-def scores():
-    t = playing.tensors
-    dots = numpy.einsum("bsge,bne->bsgn", t["in.q_indexer"].astype("f8"), t["in.k_indexer"].astype("f8"))
-    return (numpy.maximum(dots, 0) * t["in.weights"][..., None]).sum(2).astype("f4")
 
 
 def window(batch, rows, real=None, ahead=0):
@@ -404,9 +406,9 @@ def real_transformers(torch):
     kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
     config = v4.DeepseekV4Config(
         vocab_size=32, hidden_size=20, num_hidden_layers=3, num_attention_heads=4, head_dim=24, q_lora_rank=14,
-        qk_rope_head_dim=8, o_groups=2, o_lora_rank=10, sliding_window=7, index_n_heads=8, index_head_dim=16, index_topk=5,
-        moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, layer_types=kinds, max_position_embeddings=128,
-        attn_implementation="eager")
+        qk_rope_head_dim=8, o_groups=2, o_lora_rank=10, sliding_window=7, index_n_heads=8, index_head_dim=16,
+        index_topk=5, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, layer_types=kinds,
+        max_position_embeddings=128, attn_implementation="eager")
     model = v4.DeepseekV4ForCausalLM(config).train()
     with torch.no_grad():
         for p in model.parameters(): p.normal_(1.0 * (p.ndim == 1), 0.3)
@@ -441,15 +443,16 @@ def real_transformers(torch):
 
     for run in (plain, padded):
         said = watched(csagrad_dump.from_transformers(model, path), run)
-        tensors, facts = right(path, said, ("weights", "q_indexer", "k_indexer", "transformers has no indexer loss"))
+        tensors, _ = right(path, said, ("weights", "q_indexer", "k_indexer", "has no indexer loss"))
         assert {"out.index_scores", "out.topk", "in.dout", "grad.kv", "grad.sink"} <= set(tensors)
         assert ("out.query_valid_rows" in tensors) == (run == padded)
     watch = csagrad_dump.from_transformers(model, path, loss_coeff=coeff, reduction="sum", sparse=True)
     tensors, _ = right(path, watched(watch, with_loss))
     assert {"out.loss", "grad.weights", "grad.q_indexer", "grad.k_indexer"} <= set(tensors)
-    left = mask.flip(1)
-    refused(lambda: watched(csagrad_dump.from_transformers(model, path),
-                            lambda d: model(input_ids=tokens, attention_mask=left, use_cache=False)), "attention_mask")
+
+    def padded_left(d): model(input_ids=tokens, attention_mask=mask.flip(1), use_cache=False)
+
+    refused(lambda: watched(csagrad_dump.from_transformers(model, path), padded_left), "attention_mask is not")
 
 
 def real_megatron(torch):
@@ -470,8 +473,8 @@ def real_megatron(torch):
             cu = [0, len(x)] if packed_seq_params is None else packed_seq_params.cu_seqlens_q_padded.tolist()
             pieces = [x[a:b - (b - a) % ratio] for a, b in zip(cu, cu[1:])]
             rows = self.project(torch.cat([p.unflatten(0, (-1, ratio)).mean(1) for p in pieces]))
-            offsets = torch.tensor([0] + [len(p) // ratio for p in pieces], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            return rows if packed_seq_params is None else (rows, offsets)
+            offsets = numpy.cumsum([0] + [len(p) // ratio for p in pieces])
+            return rows if packed_seq_params is None else (rows, torch.tensor(offsets, dtype=torch.int32))
 
     class Indexer(nn.Module):
         def __init__(self):
@@ -484,25 +487,29 @@ def real_megatron(torch):
             q, w = self.q(qr).unflatten(-1, (G, E)), self.w(x) * G ** -0.5
             return (q, k, w) if packed_seq_params is None else (q, k, w, offsets)
 
-    for seed, per_token, sparse, lengths in ((0, False, True, None), (1, True, False, None), (2, False, True, (13, 11, 2))):
+    runs = (0, False, True, None), (1, True, False, None), (2, False, True, (13, 11, 2))
+    for seed, per_token, sparse, lengths in runs:
         torch.manual_seed(seed)
         config = types.SimpleNamespace(
-            csa_window_size=5, v_head_dim=D, num_attention_heads=H, csa_dense_mode=False, num_layers=1, mtp_num_layers=0,
-            dsa_indexer_loss_coeff=0.5, dsa_indexer_use_sparse_loss=sparse, calculate_per_token_loss=per_token)
-        layer = csa.CompressedSparseAttention(config, csa.CompressedSparseAttentionSubmodules(), 1, None, "self",
-                                              pg_collection=groups, compress_ratio=ratio).train()
+            csa_window_size=5, v_head_dim=D, num_attention_heads=H, csa_dense_mode=False, num_layers=1,
+            mtp_num_layers=0, dsa_indexer_loss_coeff=0.5, dsa_indexer_use_sparse_loss=sparse,
+            calculate_per_token_loss=per_token)
+        parts = csa.CompressedSparseAttentionSubmodules()
+        layer = csa.CompressedSparseAttention(config, parts, 1, None, "self", pg_collection=groups,
+                                              compress_ratio=ratio).train()
         layer.compressor, layer.indexer = Compressor(D), Indexer()
         nn.init.normal_(layer.attn_sink)
         packed, rows, batch = None, 33, 2
         if lengths:  # each in 16 rows
             real, physical = numpy.cumsum((0,) + lengths), 16 * numpy.arange(len(lengths) + 1)
             real, physical = (torch.tensor(x, dtype=torch.int32) for x in (real, physical))
-            packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=physical,
-                                     cu_seqlens_kv_padded=physical, max_seqlen_q=16, max_seqlen_kv=16)
+            packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real,
+                                     cu_seqlens_q_padded=physical, cu_seqlens_kv_padded=physical,
+                                     max_seqlen_q=16, max_seqlen_kv=16)
             rows, batch = 16 * len(lengths), 1
 
         def run(d):
-            query, key = torch.randn(rows, batch, H, D, requires_grad=True), torch.randn(rows, batch, 1, D, requires_grad=True)
+            query, key = (torch.randn(rows, batch, heads, D, requires_grad=True) for heads in (H, 1))
             x = torch.randn(rows, batch, hidden)
             query = query.squeeze(1) if packed else query
             output = layer(query, key, key, None, x=x, qr=x, packed_seq_params=packed)
@@ -514,7 +521,8 @@ def real_megatron(torch):
         path = folder + "/megatron.safetensors"
         csa.DSAIndexerLossAutoScaler.set_loss_scale(torch.tensor(4.0))
         tensors, facts = right(path, watched(csagrad_dump.from_megatron(layer, path), run))
-        assert facts["indexer_gradients_divided_by"] == "4.0" and facts["index"] == ("global" if lengths else "local")
+        assert facts["indexer_gradients_divided_by"] == "4.0"
+        assert facts["index"] == ("global" if lengths else "local")
         assert facts["reduction"] == ("sum" if per_token else "mean") and facts["sparse"] == str(sparse)
         assert {"grad." + name for name in csagrad_dump.GRADIENTS} | {"out.loss", "out.topk"} <= set(tensors)
 

@@ -3,8 +3,8 @@
 One call before the loss with the inputs, one after it with the answers; whatever you do not have, leave out:
 
     from csagrad_dump import Dump
-    d = Dump("mine.safetensors", layout="sbhd", ratio=4, window=128, topk=512, softmax_scale=512 ** -0.5, loss_coeff=0.01,
-             sparse=True, reduction="mean")
+    d = Dump("mine.safetensors", layout="sbhd", ratio=4, window=128, topk=512, softmax_scale=512 ** -0.5,
+             loss_coeff=0.01, sparse=True, reduction="mean")
     d.before(q_indexer=q_i, weights=w, k_indexer=k_i, query=q, kv=kv, compressed_kv=ckv, sink=sink)
     loss = ...                                     # your code
     loss.backward()
@@ -17,18 +17,18 @@ Layers of two frameworks are found out by themselves, see megatron.md and transf
     with csagrad_dump.from_megatron(layer, "mine.safetensors"):       # or from_transformers
         ...                                                           # forward, loss, backward
 
-Arrays may be numpy's or PyTorch's (bf16 and devices included). Letters: S positions, B sequences, T packed rows, n
-compressed rows, H D attention heads and size, G E indexer heads and size, K chosen. Shapes by layout:
+Arrays may be numpy's or PyTorch's (bf16 and devices included). Letters: S positions, B sequences, T packed
+rows, n compressed rows, H D attention heads and size, G E indexer heads and size, K chosen. Shapes by layout:
 
     name                       sbhd       thd (packed)    bshd is sbhd with B first
     q_indexer                  S B G E    T G E
-    weights                    S B G      T G             every scale multiplied in: I = sum over G of weights * relu(q.k)
+    weights                    S B G      T G             all scales in them: score = sum over G of w relu(q.k)
     k_indexer                  n B E      n E
     query, dout, output        S B H D    T H D           dout: gradient of output; H D may be one size
     kv, compressed_kv          S B D, n B D    T D, n D   before attention, rotated; key and value at once
     sink                       H          H               logits, no scale on them
     topk                       B S K      T K             the loss's and the indexer's list; -1: none
-    attn_topk                  B S K      T K             the list that attention follows, where it is another one
+    attn_topk                  B S K      T K             attention's own list, where it is another one
     index_scores               B S n      T n
     target, log_predict, predict    B S n      T n        or B S K: one for each entry of topk
     kl                         B S        T               of each row, without coefficient
@@ -38,13 +38,15 @@ compressed rows, H D attention heads and size, G E indexer heads and size, K cho
     cu_seqlens_q_real          thd: running sums of real lengths, where there is padding: one entry for one
     cu_seqlens_compressed      thd: offsets in the compressed rows, (physical length) // ratio for each segment
 
-Settings, each optional but ratio: layout; ratio, tokens of a compressed row; window, tokens, the query's own included;
-topk, as asked for; softmax_scale, what query.kv is multiplied by; loss_coeff, what the loss is multiplied by;
-sparse, True: target and prediction are over the selected keys, False: over all visible ones; reduction, "mean": the sum
-over rows is divided by the number of real rows, "sum": it is not; index, "local": lists count from the segment's (the
-sequence's) first compressed row, "global": from the array's. Any other name is kept as a remark.
+Settings, each optional but ratio: layout; ratio, tokens of a compressed row; window, tokens, the query's own
+included; topk, as asked for; softmax_scale, what query.kv is multiplied by; loss_coeff, what the loss is
+multiplied by; sparse, True: target and prediction are over the selected keys, False: over all visible ones;
+reduction, "mean": the sum over rows is divided by the number of real rows, "sum": it is not; index, "local":
+lists count from the segment's (the sequence's) first compressed row, "global": from the array's. Any other name
+is kept as a remark.
 
-A tensor of before() that gets no gradient is said in a warning, and with the reason in the file's setting no_gradient.
+A tensor of before() that gets no gradient is said in a warning, and with the reason in the file's setting
+no_gradient.
 
 >>> import numpy, os, tempfile
 >>> path = os.path.join(tempfile.mkdtemp(), "tiny.safetensors")
@@ -158,7 +160,7 @@ def _same(x):
 
 
 class _Source:
-    """An input tensor, and the gradient that reaches it from now on. view and scale make what is stored from it."""
+    """An input tensor, and the gradient that reaches it from now on. What is stored is view(it) * scale."""
 
     def __init__(self, x, view, scale):
         self.x, self.view, self.scale, self.sum, self.hook = x, view, scale, None, None
@@ -185,14 +187,15 @@ class _Source:
         if self.x.requires_grad and self.x.is_leaf and base is not None:
             return "it is a view made under no_grad, which backward does not reach"
         if self.x.requires_grad:
-            return "backward never reached it: the code used another tensor, a view of it perhaps, or backward was not run"
+            return ("backward never reached it: the code used another tensor, a view of it perhaps, "
+                    "or backward was not run")
         if base is not None and base.requires_grad:
-            return "requires_grad is False, but it is a view of a tensor that has a gradient: made under no_grad"
+            return "requires_grad is False, but it is a view of a tensor that has one: made under no_grad"
         return "requires_grad is False: a detached copy, or a view made under no_grad?"
 
 
 class Dump:
-    """A dump being made. Settings: ratio, window, topk, softmax_scale, loss_coeff and whatever else is worth noting."""
+    """A dump being made. Settings: see above, and whatever else is worth noting."""
 
     depth = 2  # calls between a warning and the caller's line
 
@@ -251,9 +254,10 @@ class Dump:
                 dtype, array = _stored(gradient)
                 self.tensors["grad." + name] = _scaled((dtype, source.view(array)), source.scale)
         facts = dict(self.settings)
-        for fact, says, found in (("no_gradient", "no gradient of", without), ("not_found", "not found", self.not_found)):
-            if found:
-                facts[fact] = "; ".join("%s: %s" % pair for pair in found.items())
+        for fact, says, names in (("no_gradient", "no gradient of", without),
+                                  ("not_found", "not found", self.not_found)):
+            if names:
+                facts[fact] = "; ".join("%s: %s" % pair for pair in names.items())
                 warnings.warn("%s: %s %s" % (self.path, says, facts[fact]), stacklevel=self.depth)
         save(self.path, self.tensors, facts)
 
@@ -285,7 +289,7 @@ def save(path, tensors, settings):
 
 
 def load(path):
-    """(name -> array, settings as text) of a file, for example one that `csagrad dump` wrote. bf16 comes as float32."""
+    """(name -> array, settings as text) of a file, maybe one of `csagrad dump`. bf16 comes as float32."""
     with open(path, "rb") as file:
         data = file.read()
     start = 8 + struct.unpack("<Q", data[:8])[0]
@@ -302,17 +306,17 @@ def load(path):
 
 # ---- frameworks ----
 #
-# What a framework computes inside one forward is met at the modules and functions that it calls by name: modules have
-# hooks, and a function is met by its name in the framework's module. All is put back behind the block.
+# What a framework computes inside one forward is met at the modules and functions that it calls by name:
+# modules have hooks, and a function is met by its name in the framework's module. All is put back at the end.
 
 
 def from_megatron(layer, path, **settings):
-    """A dump of Megatron-LM's CompressedSparseAttention, or of the one with an indexer in `layer`; see megatron.md."""
+    """A dump of Megatron-LM's CompressedSparseAttention, or of the one inside; see megatron.md."""
     return _Megatron(layer, path, settings)
 
 
 def from_transformers(module, path, **settings):
-    """A dump of transformers' DeepseekV4Attention of a CSA layer, or of the one in `module`; see transformers.md."""
+    """A dump of transformers' DeepseekV4Attention of a CSA layer, or of the one in it; see transformers.md."""
     return _Transformers(module, path, settings)
 
 
@@ -340,7 +344,7 @@ def _find(root, what, needs):
 
 
 class _Stand:
-    """Stands for an object that a framework calls by name: one attribute is ours, all others are the object's."""
+    """Stands for an object that a framework calls by name: one attribute is ours, the others are its own."""
 
     def __init__(self, original, name, mine):
         self.__dict__.update({"_original": original, name: mine})
@@ -433,8 +437,8 @@ class _Watch(Dump):
 
     def finish(self):
         if "in.query" not in self.tensors and not self.problems:
-            self.problems.append("%s.forward was not seen in the block: did another layer run, or a compiled one?" %
-                                 type(self.layer).__name__)
+            self.problems.append("%s.forward was not seen in the block: did another layer run, or a compiled "
+                                 "one?" % type(self.layer).__name__)
         if not self.problems:
             dout = self.output.gradient() if self.output else None
             if dout is None:
@@ -450,7 +454,8 @@ class _Watch(Dump):
             self.found()
         if self.problems:
             raise ValueError("%s is not written: %s" % (self.path, "; ".join(self.problems)))
-        self.not_found = {name: text for name, text in self.not_found.items() if "out." + name not in self.tensors}
+        for name in [name for name in self.not_found if "out." + name in self.tensors]:
+            del self.not_found[name]
         self.after()
 
 
@@ -472,7 +477,8 @@ class _Megatron(_Watch):
                 raise ValueError("%s parallel size is %d, expected 1: a rank holds a part of the %s alone" %
                                  (name, group.size(), "heads" if name == "tp" else "rows"))
         self._on(layer.compressor, self.compressed)
-        if self._replace("FusedDSAIndexerLoss", lambda f: _Stand(f, "apply", self._around(f.apply, self.lost, f.forward))):
+        if self._replace("FusedDSAIndexerLoss",
+                         lambda f: _Stand(f, "apply", self._around(f.apply, self.lost, f.forward))):
             calls.append("FusedDSAIndexerLoss.apply")
         fused = self._replace("fused_csa_indexer_sparse_attn", lambda f: self._around(f, self.fused))
         if fused:
@@ -481,7 +487,7 @@ class _Megatron(_Watch):
             if self._replace("_indexer_topk_core", lambda f: self._around(f, self.chosen), inside):
                 calls.append("_indexer_topk_core")
         self._replace("unfused_compressed_sparse_attn", lambda f: self._around(f, self.attended))
-        looked_for = "a call of %s in training; %s has no other that is known" % (" or ".join(calls), self.namespace.__name__)
+        looked_for = "a call of %s in training" % " or ".join(calls)
         self.unseen = dict.fromkeys(("q_indexer", "weights", "k_indexer", "loss", "topk"), looked_for)
 
     def _around(self, function, seen, named_by=None):
@@ -510,7 +516,7 @@ class _Megatron(_Watch):
         self._fact("index", "global" if call.get("varlen_starts") is not None else "local")
 
     def fused(self, call, result):
-        """fused_csa_indexer_sparse_attn: multiplies weights by indexer_softmax_scale inside, rounded to their type."""
+        """fused_csa_indexer_sparse_attn: multiplies weights by their scale inside, rounded to their type."""
         self._indexer(call, call["q_indexer"], call["k_indexer"], call["indexer_softmax_scale"])
         self.answer(loss=result[1])
 
@@ -562,8 +568,8 @@ class _Megatron(_Watch):
             return
         scaler = getattr(self.namespace, "DSAIndexerLossAutoScaler", None)
         if scaler is None:
-            self.not_found["the loss's scale in backward"] = ("DSAIndexerLossAutoScaler in %s; gradients are as they came"
-                                                              % self.namespace.__name__)
+            self.not_found["scale of the loss in backward"] = (
+                "DSAIndexerLossAutoScaler in %s; gradients are as they came" % self.namespace.__name__)
             return
         scale = getattr(scaler, "main_loss_backward_scale", None)
         scale = 1.0 if scale is None else float(_stored(scale)[1].reshape(()))
@@ -590,8 +596,10 @@ class _Transformers(_Watch):
         self._on(indexer.scorer.weights_proj, self.weighed)
         self._on(indexer, lambda call, topk: self.answer(topk=topk))
         self._on(layer.compressor, self.compressed)
-        if not self._replace("ALL_ATTENTION_FUNCTIONS", lambda f: _Stand(f, "get_interface", self._interface(f))):
-            raise ValueError("%s has no ALL_ATTENTION_FUNCTIONS, so its attention cannot be met" % self.namespace.__name__)
+        if not self._replace("ALL_ATTENTION_FUNCTIONS",
+                             lambda f: _Stand(f, "get_interface", self._interface(f))):
+            raise ValueError("%s has no ALL_ATTENTION_FUNCTIONS, so its attention cannot be met" %
+                             self.namespace.__name__)
 
     def _interface(self, functions):
         def get(*values, **named):
@@ -618,8 +626,8 @@ class _Transformers(_Watch):
         self.n_compressed = result[0].shape[2]
         positions = _stored(call["position_ids"])[1]
         if (positions != numpy.arange(positions.shape[-1])).any():
-            self.problems.append("position_ids are not 0, 1, 2, ... in each sequence: packed or cached tokens have no "
-                                 "place in a dump of this layer")
+            self.problems.append("position_ids are not 0, 1, 2, ... in each sequence: packed or cached tokens "
+                                 "have no place in a dump of this layer")
 
     def attended(self, query, key, mask, rest, result):
         rows = query.shape[2]
@@ -638,16 +646,16 @@ class _Transformers(_Watch):
         self._watch_output(result[0], _same)
 
     def _real_rows(self, stored, batch, rows):
-        """The mask must be the window's, for the first tokens of each sequence; those behind them are padding."""
+        """The mask must be the window's, for the first tokens of each sequence; behind them is padding."""
         dtype, mask = stored
-        allowed = mask != 0 if dtype == "I32" else mask == 0  # true and false, or added to logits (-0 in bf16: not 0)
+        allowed = mask != 0 if dtype == "I32" else mask == 0  # true and false, or added to logits
         window = numpy.broadcast_to(allowed[:, 0, :, :rows], (batch, rows, rows))
         row = numpy.arange(rows)
         band = (row <= row[:, None]) & (row > row[:, None] - self.layer.sliding_window)
         real = window[:, row, row]
         if (real[:, 1:] > real[:, :-1]).any() or (window != (band & real[:, None]))[real].any():
-            self.problems.append("attention_mask is not that of a causal window of %d tokens with padding behind the real "
-                                 "ones" % self.layer.sliding_window)
+            self.problems.append("attention_mask is not that of a causal window of %d tokens with padding "
+                                 "behind the real ones" % self.layer.sliding_window)
         elif not real.all():
             self.answer(query_valid_rows=real.astype("<i4"))
 
