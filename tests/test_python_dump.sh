@@ -115,8 +115,9 @@ for factor in (1 / 3, 0.75, 1.5):
         assert dtype == "BF16" and (numpy.isnan(back) == numpy.isnan(x)).all()
         near = abs(back - exact) <= abs(exact) * 2**-8
         assert (numpy.isinf(back) | numpy.isnan(back) | near).all(), (back, exact)
-odd = "BF16", numpy.array([0x3F81], "<u2")  # 1.5 times it lies between two
-assert csagrad_dump._scaled(odd, 1.5)[1][0] == 0x3FC2 and csagrad_dump._scaled(odd, 1.5, wide=True)[0] == "F32"
+odd = "BF16", numpy.array([0x3F81, 0x3F83], "<u2")  # 1.5 times each lies between two
+assert list(csagrad_dump._scaled(odd, 1.5)[1]) == [0x3FC2, 0x3FC4]
+assert csagrad_dump._scaled(odd, 1.5, wide=True)[0] == "F32"
 
 # dtypes
 for dtype, kept in (("f2", "f2"), ("f4", "f4"), ("f8", "f8"), ("i4", "i4"), ("i8", "i8"), ("i2", "i4"), ("?", "i4"), ("u4", "i8")):
