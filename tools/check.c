@@ -17,6 +17,7 @@
 
 #include "core/threads.h"
 #include "models/verdict.h"
+#include "tools/json_number.h"
 #include "tools/options.h"
 #include "tools/table.h"
 
@@ -164,18 +165,14 @@ static const struct argp argp = {
 
 /* ---- output ---- */
 
-static json_t *number(double x) {
-    return isfinite(x) ? json_real(x) : isnan(x) ? json_string("nan") : json_string(x > 0 ? "inf" : "-inf");
-}
-
 static json_t *difference(const cg_difference *d) {
     json_t *o = json_object();
     json_object_set_new(o, "segment", d->segment < 0 ? json_null() : json_integer(d->segment));
     json_object_set_new(o, "position", d->position < 0 ? json_null() : json_integer(d->position));
     json_object_set_new(o, "head", d->head < 0 ? json_null() : json_integer(d->head));
-    json_object_set_new(o, "got", number(d->got));
-    json_object_set_new(o, "expected", number(d->expected));
-    json_object_set_new(o, "units", number(d->units));
+    json_object_set_new(o, "got", json_number(d->got));
+    json_object_set_new(o, "expected", json_number(d->expected));
+    json_object_set_new(o, "units", json_number(d->units));
     return o;
 }
 
@@ -206,8 +203,8 @@ static void print_json(const cg_verdict *v, int n_rows) {
     for (int i = 0; i < v->n_quantities; i++) {
         const cg_quantity *q = &v->quantities[i];
         json_t *o = json_pack("{s:s, s:b}", "name", q->name, "ok", q->ok);
-        json_object_set_new(o, "worst_rel", number(q->worst_rel));
-        json_object_set_new(o, "worst_units", number(q->worst_units));
+        json_object_set_new(o, "worst_rel", json_number(q->worst_rel));
+        json_object_set_new(o, "worst_units", json_number(q->worst_units));
         json_object_set_new(o, "first", q->has_first ? difference(&q->first) : json_null());
         json_object_set_new(o, "tensor", q->tensor ? json_string(q->tensor) : json_null());
         json_object_set_new(o, "says", json_string(q->says));
