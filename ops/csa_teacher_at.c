@@ -14,9 +14,9 @@
  * Saved:     nothing: it is a constant
  * Recompute: same bits
  * Refuses:   shapes that do not fit; a window_lse or sink that the mode lacks or does not want; at run time an
- *            index outside -1..C-1, and a sink of +inf or NaN (-inf: no sink). There are no rows here to tell what a
- *            token sees: an index into another document passes, and it is csa_attention, which reads the same
- *            list with the rows, that refuses it
+ *            index outside -1..C-1, and a sink of +inf or NaN (-inf: no sink). There are no rows here to tell
+ *            what a token sees: an index into another document passes. Who reads the list beside the rows
+ *            refuses it (csa_attention, indexer_health), and lists of the ops that choose never hold one
  * Check:     f32 against f64, relative norm 1e-5
  * Source:    DeepSeek-V3.2 report, arXiv 2512.02556, section 2.1.1; denominators as Megatron-LM has them
  */

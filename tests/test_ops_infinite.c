@@ -24,7 +24,7 @@ static const struct {
     {"csa_attention_grad", "q=pp kv=pp ckv=pp sink=rf lse=fp dout=pp"},
     {"csa_compress", "kv=pp gate=pp ape=pp"},
     {"csa_compress_grad", "kv=pp gate=pf ape=pf dout=ii"},
-    {"csa_teacher_at", "q=pp ckv=pp window_lse=pf sink=rf"},
+    {"csa_teacher_at", "q=pp ckv=pp window_lse=ff sink=rf"},
     {"detach", "x=ii"},
     {"embedding", "table=ii"},
     {"embedding_grad", "dy=ii"},

@@ -66,7 +66,7 @@ template <typename T> CG_DEVICE cg_sum_of<T> dot(const T *a, const T *b, int64_t
 template <typename S> CG_DEVICE double teacher_share(log_sum<S> keys, double rest) {
     if (keys.top == -cg_infinity<S>) return -cg_infinity<double>;
     const double gap = rest - (double)keys.top, above = gap > 0 ? gap : 0;
-    return -above - log(exp(gap - above) + (double)keys.sum * exp(-above));
+    return -above - log((gap > 0 ? 1 : exp(gap)) + (double)keys.sum * exp(-above));
 }
 
 /* The keys of a list; -1: none. Whatever stands there, nothing outside 0..C-1 is read. */
