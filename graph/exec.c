@@ -392,6 +392,8 @@ void cg_exec_filled(cg_exec *exec, const cg_value *leaf, void *data) {
     free(data);
 }
 
+const cg_plan *cg_exec_plan(const cg_exec *exec) { return exec->plan; }
+
 enum { CHUNK = 1024 };
 
 void cg_exec_write_real(cg_exec *exec, const cg_value *value, int64_t first, int64_t n, const double *x) {

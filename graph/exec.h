@@ -23,6 +23,7 @@ typedef struct cg_exec_options {
  * Leaves start as zeros. */
 cg_exec *cg_exec_new(const cg_plan *plan, const cg_exec_options *options, cg_error *error);
 void cg_exec_free(cg_exec *exec);
+const cg_plan *cg_exec_plan(const cg_exec *exec);
 
 /* Lend the memory of an external leaf; other leaves have memory of their own and stay as they are. A run that
  * reads an external leaf without memory fails. On the CPU; anywhere: the memory of a value that another executor, on the

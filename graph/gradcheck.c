@@ -20,6 +20,66 @@ void cg_keep_choices(cg_graph *graph) {
             cg_keep(graph->nodes[n]->out[s]);
 }
 
+/* True where gradients stop before a node that they flow through: it takes as a constant what moves. */
+static bool stops_at(const cg_node *node, int i, const bool *moves) {
+    const cg_value *value = node->in[i];
+    if (!value || !cg_dtype_is_real(value->dtype) || !moves[value->id] || cg_wants_grad(node, i)) return false;
+    for (int s = 0; s < node->n_out; s++)
+        if (node->out[s]->needs_grad) return true;
+    return false;
+}
+
+/* What a forward node makes moves with what it reads, unless it chooses. */
+static void move_outputs(const cg_node *node, bool *moves) {
+    bool any = false;
+    for (int i = 0; i < node->n_in; i++) any |= node->in[i] && moves[node->in[i]->id];
+    for (int s = 0; s < node->n_out; s++) moves[node->out[s]->id] = any && node->op->replay != CG_REPLAY_CHOICE;
+}
+
+bool cg_hold_constants(cg_graph *graph) {
+    if (graph->error.code != CG_OK) return false;
+    const int n_nodes = graph->n_nodes, n_values = graph->n_values;
+    bool *moves = calloc(2 * (size_t)n_values + 1, sizeof *moves); /* a copy of each value may come behind */
+    cg_value **held = calloc((size_t)n_values + 1, sizeof *held);  /* by value id: its copy */
+    cg_node **order = malloc((size_t)(n_nodes + n_values + 1) * sizeof *order);
+    if (!moves || !held || !order) cg_graph_fail(graph, "out of memory while constants are held");
+    if (!graph->ops->hold) cg_graph_fail(graph, "constants cannot be held: the set of ops has no hold");
+    for (int v = 0; v < n_values && moves; v++)
+        moves[v] = graph->values[v]->leaf && graph->values[v]->needs_grad;
+    char outer_scope[sizeof graph->scope];
+    memcpy(outer_scope, graph->scope, sizeof outer_scope);
+    int n_order = 0;
+    for (int n = 0; n < n_nodes && graph->error.code == CG_OK; n++) {
+        cg_node *node = graph->nodes[n];
+        for (int i = 0; node->pass == CG_FORWARD && i < node->n_in && graph->error.code == CG_OK; i++) {
+            cg_value *value = node->in[i];
+            if (!stops_at(node, i, moves)) continue;
+            if (!held[value->id]) {
+                strcpy(graph->scope, node->scope);
+                held[value->id] = cg_keep(cg_apply(graph, graph->ops->hold, NULL, &value, 1));
+                if (held[value->id]) order[n_order++] = held[value->id]->producer;
+            }
+            node->in[i] = held[value->id];
+        }
+        order[n_order++] = node;
+        if (node->pass == CG_FORWARD) move_outputs(node, moves);
+    }
+    memcpy(graph->scope, outer_scope, sizeof outer_scope);
+    const bool ok = graph->error.code == CG_OK;
+    if (ok) {
+        free(graph->nodes);
+        graph->nodes = order;
+        graph->n_nodes = n_order;
+        graph->nodes_capacity = n_nodes + n_values + 1;
+        for (int n = 0; n < n_order; n++) order[n]->id = n;
+    } else {
+        free(order);
+    }
+    free(moves);
+    free(held);
+    return ok;
+}
+
 typedef struct column { /* one entry of one leaf */
     int leaf;
     int64_t entry;
@@ -217,12 +277,47 @@ static bool is_checkable(const cg_gradcheck *check, cg_error *error) {
     return true;
 }
 
+static bool is_seen(const cg_node *node, const bool *seen) {
+    for (int s = 0; s < node->n_out && node->op->replay != CG_REPLAY_CHOICE; s++)
+        if (seen[node->out[s]->id]) return true;
+    return false;
+}
+
+/* A constant that the leaves move and the outputs see would make a right gradient look wrong. */
+static bool constants_are_held(const cg_gradcheck *check, cg_error *error) {
+    const cg_graph *graph = cg_exec_plan(check->exec)->graph;
+    bool *moves = calloc(2 * (size_t)graph->n_values + 1, sizeof *moves);
+    if (!moves) return cg_fail(error, CG_FAILED, "out of memory in a gradient check");
+    bool *seen = moves + graph->n_values;
+    for (int k = 0; k < check->n_wrt; k++) moves[check->wrt[k]->id] = true;
+    for (int o = 0; o < check->n_outputs; o++) seen[check->outputs[o]->id] = true;
+    for (int n = graph->n_nodes - 1; n >= 0;
+         n--) /* the outputs see what a node reads when they see what it makes */
+        for (int i = 0; i < graph->nodes[n]->n_in && is_seen(graph->nodes[n], seen); i++)
+            if (graph->nodes[n]->in[i]) seen[graph->nodes[n]->in[i]->id] = true;
+    bool ok = true;
+    for (int n = 0; n < graph->n_nodes && ok; n++) {
+        const cg_node *node = graph->nodes[n];
+        if (node->pass != CG_FORWARD) continue;
+        for (int i = 0; i < node->n_in && ok && is_seen(node, seen); i++) {
+            char name[256];
+            if (stops_at(node, i, moves))
+                ok = cg_fail(error, CG_BAD_INPUT,
+                             "a gradient check needs %s held (cg_hold_constants): %s takes it as a constant",
+                             cg_value_text(node->in[i], name, sizeof name), node->op->name);
+        }
+        move_outputs(node, moves);
+    }
+    free(moves);
+    return ok;
+}
+
 bool cg_gradcheck_run(const cg_gradcheck *check, bool *nonzero, cg_gradcheck_report *report, cg_error *error) {
     *report = (cg_gradcheck_report){0};
     bool any[256] = {false}, *seen = nonzero ? nonzero : any;
     if (!nonzero && check->n_wrt > 256)
         return cg_fail(error, CG_BAD_INPUT, "a gradient check of over 256 leaves");
-    if (!is_checkable(check, error)) return false;
+    if (!is_checkable(check, error) || !constants_are_held(check, error)) return false;
     work w = {.check = check};
     bool ok = allocate(&w) || cg_fail(error, CG_FAILED, "out of memory in a gradient check");
     ok = ok && check_all(&w, seen, report, error);

@@ -1,8 +1,9 @@
 /* Gradient checks: analytic gradients of a graph against central differences, entry by entry.
  *
- * Choices are held fixed: nodes that select run once, at the unperturbed point. An entry at a kink (relu at 0),
- * where the analytic value lies between two one-sided differences that differ, is counted as a kink, not as a
- * failure. A check that compared nothing, or only zeros, or only kinks, is not a pass.
+ * Choices are held fixed: nodes that select run once, at the unperturbed point. So are constants: values through
+ * which no gradient flows, though they are computed from leaves that have one, as a teacher is. An entry at a
+ * kink (relu at 0), where the analytic value lies between two one-sided differences that differ, is counted as a
+ * kink, not as a failure. A check that compared nothing, or only zeros, or only kinks, is not a pass.
  */
 #ifndef CG_GRAPH_GRADCHECK_H
 #define CG_GRAPH_GRADCHECK_H
@@ -10,7 +11,8 @@
 #include "graph/cases.h"
 
 /* A differentiated graph: f64 outputs with leaves as their gradients, and the gradients of leaves. Outputs,
- * gradients and the outputs of choices must be kept (cg_keep, cg_keep_choices). */
+ * gradients and the outputs of choices must be kept (cg_keep, cg_keep_choices), and constants be held that move
+ * with the leaves (cg_hold_constants): a graph where one of them would move the outputs is refused. */
 typedef struct cg_gradcheck {
     cg_exec *exec;
     int n_outputs;
@@ -40,5 +42,10 @@ bool cg_gradcheck_op(const cg_op_set *ops, const cg_op *op, const cg_backend *ba
 
 /* Keep the outputs of all nodes that choose, so that they can be held fixed. */
 void cg_keep_choices(cg_graph *graph);
+
+/* Put a hold (ops/hold.c) wherever a forward node that gradients flow through reads a value that moves with a
+ * parameter but passes no gradient on: a constant output, a detached value, an input that the op takes as a
+ * constant. Before or after cg_autodiff; before cg_recompute. */
+bool cg_hold_constants(cg_graph *graph);
 
 #endif

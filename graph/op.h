@@ -146,13 +146,14 @@ struct cg_op {
     int n_cases;
 };
 
-/* All ops, and those that autodiff itself needs. */
+/* All ops, and those that autodiff and the gradient check need themselves. */
 struct cg_op_set {
     const cg_op *const *list;
     int n;
     const cg_op *sum;   /* y = a + b: two gradients of one value */
     const cg_op *zeros; /* a zero tensor: the gradient of what nothing reaches; attr is a cg_zeros_attr */
     const cg_op *cast;  /* f32 to bf16 and back; attr is a cg_cast_attr. NULL: only where nothing is bf16 */
+    const cg_op *hold;  /* a copy that is a choice, for gradient checks (cg_hold_constants) */
 };
 
 typedef struct cg_zeros_attr {

@@ -4,6 +4,8 @@
  *   m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2
  *   param -= lr * (m / (1 - b1^step) / (sqrt(v / (1 - b2^step)) + eps) + weight_decay * param)
  *
+ * A param that is infinite (a sink of -inf is no sink) is not decayed: it would be 0 * inf, or inf - inf.
+ *
  * norm comes from global_norm over all gradients; schedule = {lr, step}, step counted from 1. All steps of one
  * run share norm and schedule, so a gradient that is not finite is refused before the first parameter changes.
  *
@@ -92,6 +94,22 @@ static const cg_case adamw_cases[] = {
     {.name = "clipping off",
      .in = {{N15}, {N15}, {V15}, {N15}, {NORM_OF(4)}, {AT(0.125, 1000)}},
      .attr = &(cg_adamw_attr){.beta1 = 0.9, .beta2 = 0.95, .eps = 1e-20}},
+    {.name = "no sink, not decayed",
+     .in = {{.shape = CG_DIMS(2), .real = (const double[]){-INFINITY, 1}},
+            {N2},
+            {V2},
+            {N2},
+            {NORM_OF(1)},
+            {AT(0.125, 1)}},
+     .attr = &(cg_adamw_attr){.beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8}},
+    {.name = "no sink, rate 0",
+     .in = {{.shape = CG_DIMS(2), .real = (const double[]){-INFINITY, 1}},
+            {N2},
+            {V2},
+            {N2},
+            {NORM_OF(1)},
+            {AT(0, 1)}},
+     .attr = ATTR},
     {.name = "empty",
      .in = {{.shape = CG_DIMS(0)},
             {.shape = CG_DIMS(0)},
@@ -204,7 +222,8 @@ static bool KERNEL(adamw)(const cg_run_args *args) {
         const REAL mi = b1 * m[i] + c1 * g, vi = b2 * v[i] + c2 * g * g;
         m[i] = mi;
         v[i] = vi;
-        param[i] -= rate * (correct_m * mi / ((REAL)sqrt((double)(correct_v * vi)) + eps) + decay * param[i]);
+        const REAL p = param[i], decayed = p - p == 0 ? decay * p : 0;
+        param[i] = p - rate * (correct_m * mi / ((REAL)sqrt((double)(correct_v * vi)) + eps) + decayed);
     }
     return true;
 }

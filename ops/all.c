@@ -11,4 +11,5 @@ static const cg_op *const list[] = {
 #undef CG_OP
 };
 
-const cg_op_set cg_all_ops = {list, (int)(sizeof list / sizeof *list), &cg_op_add, &cg_op_zeros, &cg_op_cast};
+const cg_op_set cg_all_ops = {
+    list, (int)(sizeof list / sizeof *list), &cg_op_add, &cg_op_zeros, &cg_op_cast, &cg_op_hold};

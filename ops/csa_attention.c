@@ -27,7 +27,7 @@
  *            s is summed from p and g.key, which backward needs anyway.
  * Recompute: same bits
  * Refuses:   shapes that do not fit, a teacher without chosen rows; at run time a chosen row that the token
- *            does not see, and facts of rows that do not fit T and C
+ *            does not see, facts of rows that do not fit T and C, and a sink of +inf or NaN (-inf: no sink)
  * Check:     f32 against f64, relative norm 1e-5: D products and N exponentials summed in f32, heads' sums in
  *            f64
  * Source:    DeepSeek-V4 report, arXiv 2606.19348, section 2.3 and equation 27; the teacher as Megatron-LM has
@@ -38,6 +38,7 @@
 #include "ops/attributes.h"
 #include "ops/ops.h"
 #include "ops/pairs.h"
+#include "ops/sinks.h"
 
 enum { Q, KV, CKV, SINK, TOPK, ROWS, LSE, DOUT }; /* inputs, the last two of the gradient */
 enum { RUNS = 16, RUN_ROWS = 16 };                /* at most, at least */
@@ -156,14 +157,14 @@ static bool row_fits(const attention_sizes *z, int64_t t) {
     return fits;
 }
 
-/* All indices, before one is used; the first bad row is named. */
-static bool rows_fit(const cg_run_args *args) {
+/* All indices, before one is used, then the sinks; the first bad row is named. */
+static bool data_fit(const cg_run_args *args) {
     const attention_sizes z = sizes_of(args);
     int64_t bad = z.T;
 #pragma omp parallel for schedule(static) reduction(min : bad) if (z.T * (z.K + 8) > 65536)
     for (int64_t t = 0; t < z.T; t++)
         if (t < bad && !row_fits(&z, t)) bad = t;
-    if (bad == z.T) return true;
+    if (bad == z.T) return cg_sinks_fit(args, SINK);
     const int32_t *row = z.rows + bad * CG_ROW_FIELDS;
     if (!facts_fit(&z, bad))
         return cg_fail(
@@ -283,7 +284,7 @@ static const int32_t one_row_topk[] = {-1, 0, -1, 0};
 static const int32_t blind_rows[] = {0, 0, 0, 0, 1, 0, 1, 0, 0, 1};
 static const int32_t bad_facts[] = {0, 0, 0, 0, 1, 0, 2, 0, 1, 1};
 static const int32_t bad_visible[] = {0, 0, 0, 0, 1, 0, 1, 0, 2, 1};
-static const double sinks[] = {-INFINITY, 0.5};
+static const double sinks[] = {-INFINITY, 0.5}, wrong_sinks[] = {0.5, INFINITY}, nan_sinks[] = {0.5, NAN};
 
 #define SEGMENTS REALS(8, 2, 3), REALS(8, 3), REALS(3, 3), REALS(2), I32(two_segments_topk, 8, 3), I32(two_segments, 8, 5)
 
@@ -370,6 +371,12 @@ static const cg_case csa_attention_cases[] = {
     {.name = "more visible than there are", .in = {REALS(2, 2, 3), REALS(2, 3), REALS(1, 3), REALS(2),
      I32(none, 2, 2), I32(bad_visible, 2, 5)}, ATTR(2, 1, CG_TEACHER_NONE),
      .run_error = "row 1: start 0, position 1, 2 compressed rows"},
+    {.name = "sink of all weight", .in = {REALS(4, 2, 3), REALS(4, 3), ABSENT, {.shape = CG_DIMS(2),
+     .real = wrong_sinks}, ABSENT, I32(two_segments, 4, 5)}, ATTR(2, 1, CG_TEACHER_NONE),
+     .run_error = "sink of head 1 is inf, expected a number or -inf"},
+    {.name = "sink is NaN", .in = {REALS(4, 2, 3), REALS(4, 3), ABSENT, {.shape = CG_DIMS(2),
+     .real = nan_sinks}, ABSENT, I32(two_segments, 4, 5)}, ATTR(2, 1, CG_TEACHER_NONE),
+     .run_error = "sink of head 1 is NaN"},
 };
 
 #define BACK REALS(8, 2), REALS(8, 2, 3)
@@ -394,6 +401,9 @@ static const cg_case csa_attention_grad_cases[] = {
     {.name = "another segment's row", .in = {REALS(8, 2, 3), REALS(8, 3), REALS(3, 3), REALS(2),
      I32(two_segments_wrong, 8, 3), I32(two_segments, 8, 5), BACK}, ATTR(2, 1, CG_TEACHER_NONE),
      .run_error = "topk of row 5, place 1 is 1"},
+    {.name = "sink of all weight", .in = {REALS(8, 2, 3), REALS(8, 3), ABSENT, {.shape = CG_DIMS(2),
+     .real = wrong_sinks}, ABSENT, I32(two_segments, 8, 5), BACK}, ATTR(2, 1, CG_TEACHER_NONE),
+     .run_error = "sink of head 1 is inf"},
 };
 /* clang-format on */
 
@@ -633,7 +643,7 @@ static bool KERNEL(csa_attention)(const cg_run_args *args) {
     REAL *out = args->out[0].data, *lse = args->out[1].data, *window_lse = args->out[2].data;
     REAL *teacher = mode == CG_TEACHER_NONE ? NULL : args->out[3].data;
     const int64_t T = z.T, H = z.H, D = z.D, K = z.K;
-    if (!rows_fit(args)) return false;
+    if (!data_fit(args)) return false;
 #pragma omp parallel if (T * H * D > 4096)
     {
         const KERNEL(panel_columns) columns = KERNEL(panel_columns_of)(H);
@@ -758,7 +768,7 @@ static bool KERNEL(csa_attention_grad)(const cg_run_args *args) {
     const attention_sizes z = sizes_of(args);
     const attention_runs runs = runs_of(&z);
     const int64_t D = z.D;
-    if (!rows_fit(args)) return false;
+    if (!data_fit(args)) return false;
     REAL *dkv = args->out[1].data, *dsink = args->out[2].data,
          *dckv = args->n_out > 3 ? args->out[3].data : NULL;
     panel_carver slot = {0}, all = {args->workspace, 0};

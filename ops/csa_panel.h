@@ -333,8 +333,8 @@ static void KERNEL(panel_transpose)(int64_t H, int64_t D, int64_t heads, REAL fa
 static void KERNEL(panel_shares)(int64_t H, const REAL *top, const REAL *sum, double *rest, double *share) {
     /* log(exp(gap) + sum) = above + log(exp(gap - above) + sum exp(-above)), gap = rest - top */
     for (int64_t h = 0; h < H; h++) {
-        double gap = rest[h] - top[h], above = gap > 0 ? gap : 0;
-        rest[h] = gap - above;
+        double gap = rest[h] - top[h], above = gap > 0 ? gap : 0; /* inf where the head has no mass for a key */
+        rest[h] = gap > 0 ? 0 : gap;
         rest[H + h] = share[h] = -above;
     }
     cg_exp_f64(2 * H, rest, rest);

@@ -14,7 +14,9 @@
  * Saved:     nothing: it is a constant
  * Recompute: same bits
  * Refuses:   shapes that do not fit; a window_lse or sink that the mode lacks or does not want; at run time an
- *            index outside -1..C-1
+ *            index outside -1..C-1, and a sink of +inf or NaN (-inf: no sink). There are no rows here to tell
+ *            what a token sees: an index into another document passes. Who reads the list beside the rows
+ *            refuses it (csa_attention, indexer_health), and lists of the ops that choose never hold one
  * Check:     f32 against f64, relative norm 1e-5
  * Source:    DeepSeek-V3.2 report, arXiv 2512.02556, section 2.1.1; denominators as Megatron-LM has them
  */
@@ -23,6 +25,7 @@
 #include "ops/attributes.h"
 #include "ops/ops.h"
 #include "ops/pairs.h"
+#include "ops/sinks.h"
 
 enum { Q, CKV, INDEX, WINDOW_LSE, SINK };
 
@@ -97,6 +100,7 @@ static cg_cost csa_teacher_at_cost(const cg_node *node) {
 
 static const int32_t lists[] = {-1, -1, -1, 0, -1, -1, -1, 1, 0, 2, 2, 1, 3, -1, 3};
 static const int32_t wrong_lists[] = {-1, -1, -1, 0, 4, -1};
+static const double wrong_sinks[] = {0.5, INFINITY};
 static const double distant[] = {300, 310, 320, 330, 340, 350, 360, 370, 380, 390};
 
 static const cg_case csa_teacher_at_cases[] = {
@@ -120,6 +124,9 @@ static const cg_case csa_teacher_at_cases[] = {
      ATTR(CG_TEACHER_FULL), .large = true},
     {.name = "outside", .in = {REALS(2, 2, 3), REALS(4, 3), I32(wrong_lists, 2, 3), REALS(2, 2), ABSENT},
      ATTR(CG_TEACHER_FULL), .run_error = "index of row 1, place 1 is 4, expected -1 to 3"},
+    {.name = "sink of all weight", .in = {REALS(5, 2, 3), REALS(4, 3), I32(lists, 5, 3), ABSENT,
+     {.shape = CG_DIMS(2), .real = wrong_sinks}}, ATTR(CG_TEACHER_SINK),
+     .run_error = "sink of head 1 is inf, expected a number or -inf"},
     {.name = "no mode", .in = {REALS(5, 2, 3), REALS(4, 3), I32(lists, 5, 3), ABSENT, ABSENT},
      ATTR(CG_TEACHER_NONE), .refuses = "teacher is 0"},
     {.name = "full without window_lse", .in = {REALS(5, 2, 3), REALS(4, 3), I32(lists, 5, 3), ABSENT, ABSENT},
@@ -216,7 +223,7 @@ static bool KERNEL(csa_teacher_at)(const cg_run_args *args) {
     REAL *teacher = args->out[0].data;
     const int64_t T = args->in[Q].shape.dims[0], H = args->in[Q].shape.dims[1], D = args->in[Q].shape.dims[2];
     const int64_t N = args->in[INDEX].shape.dims[1];
-    if (!index_fits(args)) return false;
+    if (!index_fits(args) || !cg_sinks_fit(args, SINK)) return false;
 #pragma omp parallel if (T * H * (D + N) > 4096)
     {
         const KERNEL(panel_columns) columns = KERNEL(panel_columns_of)(H);

@@ -7,7 +7,9 @@
  *
  * Saved:     index                          (4*T*K bytes)
  * Recompute: same bits
- * Refuses:   shapes that differ; at run time an index outside -1..C-1
+ * Refuses:   shapes that differ; at run time an index outside -1..C-1. There are no rows here to tell what a
+ *            token sees: an index into another document passes. Who reads the list beside the rows refuses it
+ *            (csa_attention, indexer_health), and lists of the ops that choose never hold one
  */
 #ifndef REAL
 

@@ -23,13 +23,15 @@
  * Recompute: same bits
  * Kink:      relu at 0, gradient 0 there
  * Refuses:   shapes that differ, a teacher without its window_lse or sink or with what it does not read, an
- *            unknown reduction, numbers that are not finite; at run time rows outside ckv
+ *            unknown reduction, numbers that are not finite; at run time rows outside ckv, and a
+ *            sink of +inf or NaN (-inf: no sink)
  * Source:    DeepSeek-V3.2 report, section 2.1.1, equation 3
  */
 #ifndef REAL
 
 #include "ops/attributes.h"
 #include "ops/indexer.h"
+#include "ops/sinks.h"
 
 enum { Q_INDEX, W, K_INDEX, Q, CKV, WINDOW_LSE, SINK, ROWS, DENSE_INPUTS };
 
@@ -168,6 +170,10 @@ static cg_cost indexer_dense_loss_grad_cost(const cg_node *node) {
     { .shape = CG_DIMS(2) }
 #define ABSENT                                                                                                 \
     { .absent = true }
+#define WRONG_SINK                                                                                             \
+    {                                                                                                          \
+        .shape = CG_DIMS(2), .real = (double[]) { .5, INFINITY }                                               \
+    }
 #define DENSE(teacher, reduction)                                                                              \
     &(indexer_dense_loss_attr) { .7, 1.5, teacher, reduction }
 #define FULL DENSE(CG_TEACHER_FULL, CG_REDUCE_MEAN_REAL)
@@ -247,6 +253,10 @@ static const cg_case indexer_dense_loss_cases[] = {
             {.shape = CG_DIMS(1, 5), .i32 = (int32_t[]){0, 9, 1, 2, 1}}},
      .attr = FULL,
      .run_error = "row 0 sees 2 compressed rows from 1 on, but there are 2"},
+    {.name = "sink of all weight",
+     .in = {INDEX_8, MAIN_8, ABSENT, WRONG_SINK, ROWS_8},
+     .attr = DENSE(CG_TEACHER_SINK, CG_REDUCE_SUM),
+     .run_error = "sink of head 1 is inf, expected a number or -inf"},
     {.name = "full without window_lse",
      .in = {INDEX_8, MAIN_8, ABSENT, ABSENT, ROWS_8},
      .attr = FULL,
@@ -271,6 +281,13 @@ static const cg_case indexer_dense_loss_cases[] = {
 
 static const cg_case indexer_dense_loss_grad_cases[] = {
     {.name = "full", .in = {{.shape = CG_DIMS(1)}, INDEX_8, MAIN_8, LSE_8, ABSENT, ROWS_8}, .attr = FULL},
+    {.name = "sink",
+     .in = {{.shape = CG_DIMS(1)}, INDEX_8, MAIN_8, ABSENT, SINK_2, ROWS_8},
+     .attr = DENSE(CG_TEACHER_SINK, CG_REDUCE_SUM)},
+    {.name = "sink of all weight",
+     .in = {{.shape = CG_DIMS(1)}, INDEX_8, MAIN_8, ABSENT, WRONG_SINK, ROWS_8},
+     .attr = DENSE(CG_TEACHER_SINK, CG_REDUCE_SUM),
+     .run_error = "sink of head 1 is inf"},
     {.name = "row outside",
      .in = {{.shape = CG_DIMS(1)},
             {.shape = CG_DIMS(1, 1, 1)},
@@ -371,7 +388,7 @@ static bool KERNEL(indexer_dense_loss)(const cg_run_args *args) {
     const int64_t T = teacher.T, C = teacher.C, Hi = in[Q_INDEX].shape.dims[1], Di = in[Q_INDEX].shape.dims[2];
     const int64_t block = cg_teacher_rows(teacher.H, C);
     const size_t piece = dense_piece(REAL_DTYPE, in[Q_INDEX].shape.dims, in[Q].shape.dims, C, false);
-    if (!cg_rows_fit(args, rows, T, C)) return false;
+    if (!cg_rows_fit(args, rows, T, C) || !cg_sinks_fit(args, SINK)) return false;
     bool fine = true;
 #pragma omp parallel for schedule(dynamic) reduction(&& : fine)
     for (int64_t t0 = 0; t0 < T; t0 += block) {
@@ -413,7 +430,7 @@ static bool KERNEL(indexer_dense_loss_grad)(const cg_run_args *args) {
     const int64_t T = teacher.T, C = teacher.C, Hi = in[Q_INDEX].shape.dims[1], Di = in[Q_INDEX].shape.dims[2];
     const int64_t block = cg_teacher_rows(teacher.H, C), groups = cg_ceil_div(Hi, CG_LANES);
     const size_t piece = dense_piece(REAL_DTYPE, in[Q_INDEX].shape.dims, in[Q].shape.dims, C, true);
-    if (!cg_rows_fit(args, rows, T, C)) return false;
+    if (!cg_rows_fit(args, rows, T, C) || !cg_sinks_fit(args, 1 + SINK)) return false;
     const REAL factor = (REAL)((double)dloss[0] * attr->coeff / dense_divisor(attr, &in[ROWS]));
     char *pieces = args->workspace;
     REAL *parts = cg_take(&pieces, (size_t)(CG_KEY_PARTS * C * Di) * sizeof(REAL));

@@ -23,7 +23,9 @@
  * Saved:     q w k topk                     (4*(T*Hi*Di + T*Hi + C*Di + T*K) bytes in f32)
  * Recompute: same bits; topk is given, not chosen again
  * Kink:      relu at 0, gradient 0 there
- * Refuses:   shapes that differ; at run time an index outside -1..C-1
+ * Refuses:   shapes that differ; at run time an index outside -1..C-1. There are no rows here to tell what a
+ *            token sees: an index into another document passes. Who reads the list beside the rows refuses it
+ *            (csa_attention, indexer_health), and lists of the ops that choose never hold one
  * Source:    DeepSeek-V4 report, arXiv 2606.19348, section 2.3.3, for the score
  */
 #ifndef REAL

@@ -3,6 +3,9 @@
 #include "tests/graph_ops.h"
 
 #include "graph/gradcheck.h"
+#include "ops/attributes.h"
+
+extern const cg_op cg_op_csa_attention;
 
 enum { N = 4 };
 
@@ -346,6 +349,86 @@ START_TEST(choices_are_held_fixed) {
 }
 END_TEST
 
+/* Attention beside a loss that is taught by it: what its teacher is made from must not move the loss. */
+typedef enum teaching { BY_ATTENTION, BY_KEYS, IN_THE_LOSS, BY_DETACHED, TEACHINGS } teaching;
+
+static double wrong_factor;
+static void scaled_attention_grad(cg_graph *graph, const cg_node *node, cg_value *const *dout, cg_value **din) {
+    cg_op_csa_attention.grad(graph, node, dout, din);
+    for (int i = 0; i < 4; i++)
+        if (din[i] && wrong_factor != 1) din[i] = cg_scale(graph, din[i], wrong_factor);
+}
+
+static void taught(checked *c, teaching how, int leaf, bool held) {
+    enum { T = 8, H = 2, D = 3, C = 2, K = 2 };
+    static cg_op attend;
+    attend = cg_op_csa_attention;
+    attend.grad = scaled_attention_grad;
+    static int32_t rows[T * CG_ROW_FIELDS], list[T * K];
+    for (int32_t t = 0; t < T; t++) {
+        memcpy(rows + t * CG_ROW_FIELDS, (int32_t[]){0, t, 0, (t + 1) / 4, 1}, CG_ROW_FIELDS * sizeof *rows);
+        for (int32_t k = 0; k < K; k++) list[t * K + k] = k < (t + 1) / 4 ? k : -1;
+    }
+    *c = (checked){.graph = cg_graph_new(&cg_all_ops)};
+    cg_graph *graph = c->graph;
+    cg_value *q = cg_leaf(graph, CG_LEAF_PARAMETER, "q", CG_F64, CG_SHAPE(T, H, D)),
+             *kv = cg_leaf(graph, CG_LEAF_PARAMETER, "kv", CG_F64, CG_SHAPE(T, D)),
+             *ckv = cg_leaf(graph, CG_LEAF_PARAMETER, "ckv", CG_F64, CG_SHAPE(C, D)),
+             *sink = cg_leaf(graph, CG_LEAF_PARAMETER, "sink", CG_F64, CG_SHAPE(H)),
+             *scores = cg_leaf(graph, CG_LEAF_PARAMETER, "scores", CG_F64, CG_SHAPE(T, K)),
+             *w = cg_leaf(graph, CG_LEAF_PARAMETER, "w", CG_F64, CG_SHAPE(T, H)),
+             *topk = cg_leaf(graph, CG_LEAF_INPUT, "topk", CG_I32, CG_SHAPE(T, K)),
+             *facts = cg_leaf(graph, CG_LEAF_INPUT, "rows", CG_I32, CG_SHAPE(T, CG_ROW_FIELDS));
+    cg_value *out =
+        T_APPLY(&attend, (&(csa_attention_attr){3, 0.7, CG_TEACHER_FULL}), q, kv, ckv, sink, topk, facts);
+    cg_value *window_lse = cg_output(out, 2), *loss;
+    if (how == IN_THE_LOSS) {
+        loss = cg_indexer_dense_loss(graph, q, w, ckv, q, ckv, window_lse, NULL, facts, 0.7, CG_TEACHER_FULL,
+                                     CG_REDUCE_SUM, 1);
+    } else {
+        cg_value *teacher = how == BY_KEYS
+                                ? cg_csa_teacher_at(graph, q, ckv, topk, window_lse, NULL, 0.7, CG_TEACHER_FULL)
+                                : cg_output(out, 3);
+        if (how == BY_DETACHED) /* through ops that gradients do pass, behind the one where they stop */
+            teacher = cg_mul(graph, cg_scale(graph, cg_detach(graph, teacher), 2), cg_detach(graph, teacher));
+        loss = cg_indexer_kl(graph, scores, teacher, facts, CG_REDUCE_SUM, 1);
+    }
+    c->out = cg_add(graph, cg_sum(graph, cg_mul(graph, out, out)), loss);
+    c->wrt = (cg_value *[]){q, ckv, sink}[leaf];
+    t_expect_fine(graph);
+    if (held) ck_assert(cg_hold_constants(graph));
+    check_begin(c);
+    cg_exec_write(c->exec, topk, list);
+    cg_exec_write(c->exec, facts, rows);
+}
+
+START_TEST(constants_are_held_fixed) {
+    for (teaching how = 0; how < TEACHINGS; how++)
+        for (int leaf = 0; leaf < 3; leaf++) {
+            const double factors[] = {1, -1, 1.001, 1 + 4e-6};
+            for (int f = 0; f < 4; f++) {
+                wrong_factor = factors[f];
+                checked c;
+                taught(&c, how, leaf, true);
+                cg_gradcheck_report report = check_end(&c);
+                ck_assert_msg(report.ok == (f == 0), "teaching %d, leaf %d, factor %g: %s", how, leaf,
+                              wrong_factor, report.worst);
+                ck_assert_int_gt(report.n_entries, 0);
+            }
+            wrong_factor = 1; /* without holds no verdict, rather than a wrong one */
+            checked c;
+            taught(&c, how, leaf, false);
+            cg_gradcheck_report report;
+            cg_error error = {0};
+            ck_assert(!cg_gradcheck_run(&c.check, NULL, &report, &error));
+            t_expect_text(error.text, "held (cg_hold_constants)");
+            cg_exec_free(c.exec);
+            cg_plan_free(c.plan);
+            cg_graph_free(c.graph);
+        }
+}
+END_TEST
+
 /* Some entries of a large leaf, evenly spread, and the leaf itself untouched. */
 START_TEST(some_entries) {
     checked c = {.graph = cg_graph_new(&t_ops)};
@@ -400,4 +483,4 @@ END_TEST
 
 SUITE("graph_gradcheck", wrong_gradients_fail, every_case_counts, kinks_are_counted_apart,
       kinks_excuse_nothing_else, nothing_compared_is_no_pass, failures_of_the_run_are_errors,
-      choices_are_held_fixed, some_entries, what_cannot_be_checked_is_refused)
+      choices_are_held_fixed, constants_are_held_fixed, some_entries, what_cannot_be_checked_is_refused)

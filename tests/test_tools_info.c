@@ -116,14 +116,17 @@ START_TEST(reported_npy) {
     o = info("none.npy --values 5");
     ck_assert_int_eq(o.code, 0);
     ck_assert_ptr_nonnull(strstr(o.out, "none  f64    [0, 4]      0"));
-    put_npy("nan.npy", "{'descr': '<f8', 'fortran_order': False, 'shape': (2,)}",
-            "\0\0\0\0\0\0\xf8\x7f\0\0\0\0\0\0\xf0\x3f", 16);
-    o = info("nan.npy --values 1 --json");
+    put_npy("odd.npy", "{'descr': '<f8', 'fortran_order': False, 'shape': (4,)}",
+            "\0\0\0\0\0\0\xf8\x7f\0\0\0\0\0\0\xf0\x7f\0\0\0\0\0\0\xf0\xff\0\0\0\0\0\0\xf0\x3f", 32);
+    o = info("odd.npy --values 4 --json");
     ck_assert_int_eq(o.code, 0);
     json_t *root = json_loads(o.out, JSON_REJECT_DUPLICATES, NULL);
     json_t *values = json_object_get(json_array_get(json_object_get(root, "tensors"), 0), "values");
-    ck_assert_uint_eq(json_array_size(values), 1);
-    ck_assert(json_is_null(json_array_get(values, 0)));
+    ck_assert_uint_eq(json_array_size(values), 4);
+    for (size_t i = 0; i < 3; i++) /* JSON has no word for these */
+        ck_assert_str_eq(json_string_value(json_array_get(values, i)),
+                         ((const char *[]){"nan", "inf", "-inf"})[i]);
+    ck_assert(json_real_value(json_array_get(values, 3)) == 1);
     json_decref(root);
 }
 END_TEST

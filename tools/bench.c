@@ -20,6 +20,7 @@
 #include "core/threads.h"
 #include "tools/bench_device.h"
 #include "tools/bench_row.h"
+#include "tools/json_number.h"
 #include "tools/options.h"
 #include "tools/table.h"
 
@@ -382,7 +383,7 @@ static json_t *row_json(const bench_row *r) {
         "optimize_us", r->us[CG_OPTIMIZE], "step_us", r->step_us, "flops", r->flops, "bytes", r->bytes,
         "gflops", gflops_of(r), "peak_share", gflops_of(r) / r->peak_gflops, "extra_peak_bytes",
         (json_int_t)r->extra_peak_bytes, "rss_peak_bytes", (json_int_t)r->rss_peak_bytes, "ops", ops);
-    if (json) json_object_set_new(json, "loss", isfinite(r->loss) ? json_real(r->loss) : json_null());
+    if (json) json_object_set_new(json, "loss", json_figure(r->loss));
     return json;
 }
 

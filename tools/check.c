@@ -17,6 +17,7 @@
 
 #include "core/threads.h"
 #include "models/verdict.h"
+#include "tools/json_number.h"
 #include "tools/options.h"
 #include "tools/table.h"
 
@@ -164,18 +165,14 @@ static const struct argp argp = {
 
 /* ---- output ---- */
 
-static json_t *number(double x) {
-    return isfinite(x) ? json_real(x) : isnan(x) ? json_string("nan") : json_string(x > 0 ? "inf" : "-inf");
-}
-
 static json_t *difference(const cg_difference *d) {
     json_t *o = json_object();
     json_object_set_new(o, "segment", d->segment < 0 ? json_null() : json_integer(d->segment));
     json_object_set_new(o, "position", d->position < 0 ? json_null() : json_integer(d->position));
     json_object_set_new(o, "head", d->head < 0 ? json_null() : json_integer(d->head));
-    json_object_set_new(o, "got", number(d->got));
-    json_object_set_new(o, "expected", number(d->expected));
-    json_object_set_new(o, "units", number(d->units));
+    json_object_set_new(o, "got", json_number(d->got));
+    json_object_set_new(o, "expected", json_number(d->expected));
+    json_object_set_new(o, "units", json_number(d->units));
     return o;
 }
 
@@ -221,15 +218,15 @@ static void print_json(const cg_verdict *v, int n_rows) {
     json_object_set_new(root, "numbers", json_integer(v->numbers));
     json_object_set_new(root, "rows", json_integer(v->rows));
     json_object_set_new(root, "contracts_that_fit", v->n_fit ? json_integer(v->n_fit) : json_null());
-    json_object_set_new(root, "gradient_factor", number(v->factor));
+    json_object_set_new(root, "gradient_factor", json_number(v->factor));
     json_object_set_new(root, "tell_apart", apart);
     for (int i = 0; i < v->n_faults; i++) json_array_append_new(faults, json_string(v->faults[i]));
     json_object_set_new(root, "faults", faults);
     for (int i = 0; i < v->n_quantities; i++) {
         const cg_quantity *q = &v->quantities[i];
         json_t *o = json_pack("{s:s, s:b}", "name", q->name, "ok", q->ok);
-        json_object_set_new(o, "worst_rel", number(q->worst_rel));
-        json_object_set_new(o, "worst_units", number(q->worst_units));
+        json_object_set_new(o, "worst_rel", json_number(q->worst_rel));
+        json_object_set_new(o, "worst_units", json_number(q->worst_units));
         if (q->unsure || q->unjudged) json_object_set_new(o, q->unsure ? "unsure" : "unjudged", json_true());
         json_object_set_new(o, "first", q->has_first ? difference(&q->first) : json_null());
         json_object_set_new(o, "tensor", q->tensor ? json_string(q->tensor) : json_null());

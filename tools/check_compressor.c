@@ -8,6 +8,7 @@
 #include <stdio.h>
 
 #include "models/compressor_check.h"
+#include "tools/json_number.h"
 #include "tools/options.h"
 #include "tools/table.h"
 
@@ -36,8 +37,6 @@ static bool print_text(const char *path, const cg_compressor_quantity *q, int n)
     return match;
 }
 
-static json_t *number(double x) { return isfinite(x) ? json_real(x) : json_null(); }
-
 static bool print_json(const cg_compressor_quantity *q, int n) {
     bool match = true;
     json_t *list = json_array();
@@ -46,10 +45,10 @@ static bool print_json(const cg_compressor_quantity *q, int n) {
         json_t *first = json_null();
         if (!q[i].ok)
             first = json_pack("{s:I, s:I, s:n, s:o, s:o}", "segment", (json_int_t)q[i].segment, "position",
-                              (json_int_t)q[i].position, "head", "got", number(q[i].got), "expected",
-                              number(q[i].expected));
+                              (json_int_t)q[i].position, "head", "got", json_number(q[i].got), "expected",
+                              json_number(q[i].expected));
         json_array_append_new(list, json_pack("{s:s, s:b, s:o, s:o}", "name", q[i].name, "ok", q[i].ok,
-                                              "worst_rel", number(q[i].worst_rel), "first", first));
+                                              "worst_rel", json_number(q[i].worst_rel), "first", first));
     }
     json_t *root = json_pack("{s:b, s:{}, s:[], s:[], s:o}", "match", match, "contract", "undetermined",
                              "faults", "quantities", list);

@@ -13,6 +13,7 @@
 
 #include "core/rng.h"
 #include "models/dump_write.h"
+#include "tools/json_number.h"
 #include "tools/options.h"
 
 enum { MAX_SEGMENTS = 4096 };
@@ -248,10 +249,10 @@ static void report(const arguments *a, const char *program, const cg_dump_case *
                (long long)c->n_compressed, (long long)c->n_heads, (long long)r->width, r->loss, text);
         return;
     }
-    json_t *line = json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:f, s:s}", "file", a->out, "rows",
+    json_t *line = json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:o, s:s}", "file", a->out, "rows",
                              (json_int_t)c->n_rows, "segments", (json_int_t)c->n_segments, "compressed_rows",
                              (json_int_t)c->n_compressed, "heads", (json_int_t)c->n_heads, "selected",
-                             (json_int_t)r->width, "loss", r->loss, "contract", text);
+                             (json_int_t)r->width, "loss", json_number(r->loss), "contract", text);
     json_dumpf(line, stdout, JSON_INDENT(2));
     putchar('\n');
     json_decref(line);

@@ -15,6 +15,7 @@
 #include "core/archive.h"
 #include "core/isa.h"
 #include "core/shown.h"
+#include "tools/json_number.h"
 #include "tools/options.h"
 #include "tools/table.h"
 
@@ -79,14 +80,13 @@ static bool is_real(cg_dtype dtype) {
     return dtype == CG_F32 || dtype == CG_F64 || dtype == CG_BF16 || dtype == CG_F16;
 }
 
-/* JSON has no word for what is not finite: null. */
 static json_t *values_json(const info *in, const cg_tensor *t) {
     json_t *list = json_array();
     for (int64_t i = 0; i < shown_values(in, t); i++) {
         double x = cg_dtype_get(t->dtype, t->data, i);
         bool wide = t->dtype == CG_I64; /* not all of them fit a double */
         json_array_append_new(list, is_real(t->dtype)
-                                        ? (isfinite(x) ? json_real(x) : json_null())
+                                        ? json_number(x)
                                         : json_integer(wide ? ((const int64_t *)t->data)[i] : (json_int_t)x));
     }
     return list;

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "tools/json_number.h"
 #include "tools/table.h"
 
 static double mib(int64_t bytes) { return (double)bytes / 1048576; }
@@ -262,8 +263,6 @@ void mem_print_values(const mem_row *row) {
 
 static json_t *bytes_json(int64_t bytes) { return bytes < 0 ? json_null() : json_integer((json_int_t)bytes); }
 
-static json_t *real_json(double x) { return isfinite(x) ? json_real(x) : json_null(); }
-
 static json_t *shape_json(const cg_shape *shape) {
     json_t *list = json_array();
     for (int d = 0; d < shape->n_dims; d++) json_array_append_new(list, json_integer(shape->dims[d]));
@@ -330,8 +329,8 @@ static json_t *curve_json(const mem_curve *curve) {
 static json_t *growth_json(const mem_report *report, const mem_row *row) {
     for (int i = 0; i < report->n_growth; i++)
         if (report->growth[i].dtype == row->dtype && !strcmp(report->growth[i].policy, row->policy))
-            return json_pack("{s:o, s:o}", "peak_exponent", real_json(report->growth[i].peak_exponent),
-                             "extra_exponent", real_json(report->growth[i].extra_exponent));
+            return json_pack("{s:o, s:o}", "peak_exponent", json_figure(report->growth[i].peak_exponent),
+                             "extra_exponent", json_figure(report->growth[i].extra_exponent));
     return json_null();
 }
 
@@ -363,8 +362,8 @@ static json_t *row_json(const mem_report *report, const mem_row *row) {
         json_object_set_new(object, bytes[i].key, bytes_json(is_fine ? bytes[i].bytes : -1));
     json_object_set_new(object, "flops", is_fine ? json_real(m->flops) : json_null());
     json_object_set_new(object, "extra_flops", is_fine ? json_real(m->extra_flops) : json_null());
-    json_object_set_new(object, "loss", is_fine ? real_json(m->loss) : json_null());
-    json_object_set_new(object, "step_us", is_fine ? real_json(m->step_us) : json_null());
+    json_object_set_new(object, "loss", is_fine ? json_figure(m->loss) : json_null());
+    json_object_set_new(object, "step_us", is_fine ? json_figure(m->step_us) : json_null());
     json_object_set_new(object, "growth", growth_json(report, row));
     if (!is_fine) return object;
     json_object_set_new(object, "peak_step", json_integer(row->step.plan->peak_step));

@@ -122,5 +122,3 @@ bool run_log_close(run_log *log, cg_error *error) {
     free(log);
     return ok;
 }
-
-json_t *run_number(double x) { return isfinite(x) ? json_real(x) : json_null(); }

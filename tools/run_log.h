@@ -20,7 +20,4 @@ bool run_log_write(run_log *log, json_t *line, cg_error *error);
 bool run_log_sync(run_log *log, cg_error *error);
 bool run_log_close(run_log *log, cg_error *error); /* fsync; NULL is fine */
 
-/* A number for JSON: null when it is not finite. */
-json_t *run_number(double x);
-
 #endif

@@ -26,6 +26,7 @@
 #include "models/checkpoint.h"
 #include "models/measure.h"
 #include "models/trainer.h"
+#include "tools/json_number.h"
 #include "tools/options.h"
 #include "tools/run_log.h"
 
@@ -152,14 +153,17 @@ static json_t *evaluation_json(const cg_evaluation *e) {
     for (int i = 0; i < e->n_layers; i++) {
         const cg_indexer_state *s = &e->layers[i];
         json_array_append_new(
-            layers, json_pack("{s:i, s:I, s:f, s:f, s:f, s:f, s:f, s:f, s:f, s:f}", "layer", s->layer, "rows",
-                              (json_int_t)s->rows, "kl", s->kl, "kl_uniform", s->kl_uniform, "captured",
-                              s->captured, "recall", s->recall, "mass", s->mass, "top1_missed", s->top1_missed,
-                              "negative_weights", s->negative_weights, "distance", s->distance));
+            layers,
+            json_pack("{s:i, s:I, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o}", "layer", s->layer, "rows",
+                      (json_int_t)s->rows, "kl", json_figure(s->kl), "kl_uniform", json_figure(s->kl_uniform),
+                      "captured", json_figure(s->captured), "recall", json_figure(s->recall), "mass",
+                      json_figure(s->mass), "top1_missed", json_figure(s->top1_missed), "negative_weights",
+                      json_figure(s->negative_weights), "distance", json_figure(s->distance)));
     }
-    return json_pack("{s:o, s:o, s:o, s:o, s:o, s:o}", "val_loss", run_number(e->val_loss), "val_accuracy",
-                     run_number(e->val_accuracy), "val_accuracy_far", run_number(e->val_accuracy_far),
-                     "captured", run_number(e->captured), "recall", run_number(e->recall), "indexers", layers);
+    return json_pack("{s:o, s:o, s:o, s:o, s:o, s:o}", "val_loss", json_figure(e->val_loss), "val_accuracy",
+                     json_figure(e->val_accuracy), "val_accuracy_far", json_figure(e->val_accuracy_far),
+                     "captured", json_figure(e->captured), "recall", json_figure(e->recall), "indexers",
+                     layers);
 }
 
 static json_t *metrics_json(const cg_metrics *m) {
@@ -455,7 +459,7 @@ static json_t *final_json(const run *r, const cg_evaluation *e) {
     const cg_plan *plan = cg_trainer_graph(r->trainer)->plan;
     json_object_set_new(line, "selection_exercised",
                         json_boolean(cg_selection_is_exercised(r->config, r->feed)));
-    json_object_set_new(line, "chance", run_number(cg_feed_facts_of(r->feed)->chance));
+    json_object_set_new(line, "chance", json_figure(cg_feed_facts_of(r->feed)->chance));
     json_object_set_new(line, "planned_peak_bytes", json_integer(plan->peak_bytes));
     json_object_set_new(line, "measured_peak_bytes", json_integer(cg_trainer_measured_bytes(r->trainer)));
     if (r->options->verify_recompute)
@@ -471,7 +475,7 @@ static json_t *final_json(const run *r, const cg_evaluation *e) {
     }
     json_object_set_new(line, "process_growth_bytes", known_bytes(r->process_growth));
     json_object_set_new(line, "process_peak_bytes", known_bytes(cg_process_peak_bytes()));
-    json_object_set_new(line, "seconds", run_number(now_s() - r->started_s));
+    json_object_set_new(line, "seconds", json_figure(now_s() - r->started_s));
     if (r->start) json_object_set(line, "start", r->start);
     return line;
 }

@@ -45,7 +45,8 @@ template <typename S> struct adamw_of {
     CG_MEMBER void operator()(const S *x, S *y) const {
         const S g = clip * x[GRAD];
         const S m = b1 * x[M] + c1 * g, v = b2 * x[V] + c2 * g * g;
-        y[PARAM] = x[PARAM] - rate * (correct_m * m / (cg_sqrt(correct_v * v) + eps) + decay * x[PARAM]);
+        const S p = x[PARAM], decayed = p - p == 0 ? decay * p : (S)0;
+        y[PARAM] = p - rate * (correct_m * m / (cg_sqrt(correct_v * v) + eps) + decayed);
         y[M] = m;
         y[V] = v;
     }

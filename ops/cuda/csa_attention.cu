@@ -16,10 +16,15 @@ CG_DEVICE bool facts_fit(const int32_t *row, int64_t t, int64_t C, bool chooses)
     return visible == 0 || !chooses || (visible > 0 && first >= 0 && first + visible <= C);
 }
 
-/* Places of a row: its facts, then its K chosen rows. */
-CG_GLOBAL void check_rows_kernel(const int32_t *rows, const int32_t *topk, int64_t T, int64_t C, int64_t K,
-                                 cg_device_fault *fault) {
-    CG_FOR(i, T * (K + 1)) {
+/* Places of a row: its facts, then its K chosen rows. The sinks come behind all rows. */
+template <typename S>
+CG_GLOBAL void check_data_kernel(const int32_t *rows, const int32_t *topk, const S *sink, int64_t T, int64_t H,
+                                 int64_t C, int64_t K, cg_device_fault *fault) {
+    CG_FOR(i, T * (K + 1) + H) {
+        if (i >= T * (K + 1)) {
+            check_sink(sink, i - T * (K + 1), fault);
+            continue;
+        }
         const int64_t t = i / (K + 1), k = i % (K + 1) - 1;
         const int32_t *row = rows + t * CG_ROW_FIELDS;
         const int64_t first = row[CG_ROW_COMPRESSED], visible = row[CG_ROW_VISIBLE];
@@ -34,6 +39,7 @@ CG_GLOBAL void check_rows_kernel(const int32_t *rows, const int32_t *topk, int64
 }
 
 void describe(const cg_run_args *args, const cg_device_fault *fault, cg_error *error) {
+    if (fault->what == BAD_SINK) return describe_sink(fault, error);
     const bool chooses = args->in[TOPK].shape.n_dims > 0;
     const int64_t K = chooses ? args->in[TOPK].shape.dims[1] : 0, C = chooses ? args->in[CKV].shape.dims[0] : 0;
     const long long t = (long long)(fault->place / (K + 1)), k = (long long)(fault->place % (K + 1)) - 1;
@@ -52,12 +58,18 @@ void describe(const cg_run_args *args, const cg_device_fault *fault, cg_error *e
             t, k, (int)got[0], (int)got[1], (int)got[2]);
 }
 
-bool check_rows(const cg_run_args *args, cg_stream *stream) {
-    const int64_t T = args->in[Q].shape.dims[0];
+template <typename S> bool check_data_of(const cg_run_args *args, cg_stream *stream) {
+    const int64_t T = args->in[Q].shape.dims[0], H = args->in[Q].shape.dims[1];
     const int32_t *topk = (const int32_t *)args->in[TOPK].data;
     const int64_t C = topk ? args->in[CKV].shape.dims[0] : 0, K = topk ? args->in[TOPK].shape.dims[1] : 0;
-    return CG_LAUNCH(check_rows_kernel, cg_blocks(T * (K + 1), 256), 256, 0, stream,
-                     (const int32_t *)args->in[ROWS].data, topk, T, C, K, args->fault);
+    return CG_LAUNCH(check_data_kernel<S>, cg_blocks(T * (K + 1) + H, 256), 256, 0, stream,
+                     (const int32_t *)args->in[ROWS].data, topk, (const S *)args->in[SINK].data, T, H, C, K,
+                     args->fault);
+}
+
+bool check_data(const cg_run_args *args, cg_stream *stream) {
+    return args->in[SINK].dtype == CG_F64 ? check_data_of<double>(args, stream)
+                                          : check_data_of<float>(args, stream);
 }
 
 /* ---- the keys of a row ---- */
@@ -174,7 +186,7 @@ size_t attention_workspace(const cg_node *node) {
 }
 
 template <forward_form FORM> bool fast(const cg_run_args *args, cg_stream *stream) {
-    return check_rows(args, stream) && fast_attention<FORM>(args, stream);
+    return check_data(args, stream) && fast_attention<FORM>(args, stream);
 }
 
 template <typename T> bool csa_attention(const cg_run_args *args, cg_stream *stream) {
@@ -185,7 +197,7 @@ template <typename T> bool csa_attention(const cg_run_args *args, cg_stream *str
     double *share = taught ? (double *)args->workspace : nullptr;
     cg_sum_of<T> *top =
         (cg_sum_of<T> *)((char *)args->workspace + cg_piece((size_t)(a.T_ * a.H) * sizeof(double)));
-    return check_rows(args, stream) &&
+    return check_data(args, stream) &&
            CG_LAUNCH(attention_kernel<T>, cg_blocks(a.T_ * a.H, WARPS), THREADS, 0, stream, a,
                      (T *)args->out[0].data, (S *)args->out[1].data, (S *)args->out[2].data, mode, share,
                      top) &&
@@ -355,7 +367,7 @@ template <typename T> bool csa_attention_grad(const cg_run_args *args, cg_stream
     const grad_scratch s(args->workspace, a.T_, a.H, a.C, a.K, sizeof(S));
     S *delta = (S *)s.delta;
     bool ok =
-        check_rows(args, stream) &&
+        check_data(args, stream) &&
         CG_LAUNCH(live_rows_kernel<T>, cg_blocks(a.T_, 1), THREADS, 0, stream, dout, a.T_, a.H * a.D, s.live) &&
         CG_LAUNCH(query_grad_kernel<T>, cg_blocks(a.T_ * a.H, WARPS), THREADS, 0, stream, a, lse, dout, s.live,
                   (T *)args->out[0].data, delta) &&
@@ -378,7 +390,7 @@ template <grad_form FORM> bool fast_grad(const cg_run_args *args, cg_stream *str
         typedef decltype(shape) Shape;
         typedef gather_shape<Shape> G;
         const fast_grad_scratch<Shape> s(args->workspace, a.T_, a.H, a.C, a.K, a.W);
-        bool ok = check_rows(args, stream) &&
+        bool ok = check_data(args, stream) &&
                   CG_LAUNCH(live_rows_kernel<cg_bf16>, cg_blocks(a.T_, 1), THREADS, 0, stream, dout, a.T_,
                             a.H * a.D, s.live) &&
                   (!a.topk || invert(args, stream, a.topk, s.chosen));

@@ -7,6 +7,22 @@
 
 namespace {
 
+/* ---- wrong data ---- */
+
+enum { BAD_SINK = 2 }; /* place: its head, number: what it is */
+
+/* Sink h must be a number, or -inf: see ops/sinks.h. */
+template <typename S> CG_DEVICE void check_sink(const S *sink, int64_t h, cg_device_fault *fault) {
+    if (!(sink[h] < cg_infinity<S>)) cg_report(fault, BAD_SINK, h, 0, 0, 0, 0, (double)sink[h]);
+}
+
+inline void describe_sink(const cg_device_fault *fault, cg_error *error) {
+    cg_fail(error, CG_BAD_INPUT, "sink of head %lld is %s, expected a number or -inf", (long long)fault->place,
+            fault->number == fault->number ? "inf" : "NaN");
+}
+
+/* ---- sums ---- */
+
 /* sum_i exp(x_i) as sum * exp(top), top being the largest x_i so far; of nothing: 0 * exp(-inf). */
 template <typename S> struct log_sum { S top, sum; };
 
@@ -50,7 +66,7 @@ template <typename T> CG_DEVICE cg_sum_of<T> dot(const T *a, const T *b, int64_t
 template <typename S> CG_DEVICE double teacher_share(log_sum<S> keys, double rest) {
     if (keys.top == -cg_infinity<S>) return -cg_infinity<double>;
     const double gap = rest - (double)keys.top, above = gap > 0 ? gap : 0;
-    return -above - log(exp(gap - above) + (double)keys.sum * exp(-above));
+    return -above - log((gap > 0 ? 1 : exp(gap)) + (double)keys.sum * exp(-above));
 }
 
 /* The keys of a list; -1: none. Whatever stands there, nothing outside 0..C-1 is read. */

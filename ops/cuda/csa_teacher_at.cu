@@ -10,13 +10,16 @@ struct sizes {
     int64_t T, H, D, C, N;
 };
 
-CG_GLOBAL void check_index_kernel(const int32_t *index, sizes z, cg_device_fault *fault) {
+template <typename S>
+CG_GLOBAL void check_data_kernel(const int32_t *index, const S *sink, sizes z, cg_device_fault *fault) {
     CG_FOR(i, z.T * z.N) {
         if (index[i] < -1 || index[i] >= z.C) cg_report(fault, 1, i, index[i]);
     }
+    CG_FOR(h, sink ? z.H : 0) check_sink(sink, h, fault);
 }
 
 void describe(const cg_run_args *args, const cg_device_fault *fault, cg_error *error) {
+    if (fault->what == BAD_SINK) return describe_sink(fault, error);
     const int64_t C = args->in[CKV].shape.dims[0], N = args->in[INDEX].shape.dims[1];
     cg_fail(error, CG_BAD_INPUT, "index of row %lld, place %lld is %lld, expected -1 to %lld",
             (long long)(fault->place / N), (long long)(fault->place % N), (long long)fault->got[0],
@@ -69,7 +72,8 @@ template <typename T> bool csa_teacher_at(const cg_run_args *args, cg_stream *st
     const int32_t *index = (const int32_t *)in[INDEX].data;
     double *share = (double *)args->workspace;
     S *top = (S *)((char *)args->workspace + cg_piece((size_t)(z.T * z.H) * sizeof(double)));
-    return CG_LAUNCH(check_index_kernel, cg_blocks(z.T * z.N, 256), 256, 0, stream, index, z, args->fault) &&
+    return CG_LAUNCH(check_data_kernel<S>, cg_blocks(z.T * z.N + z.H, 256), 256, 0, stream, index,
+                     (const S *)in[SINK].data, z, args->fault) &&
            CG_LAUNCH(teacher_shares_kernel<T>, cg_blocks(z.T * z.H, WARPS), THREADS, 0, stream, q, ckv, index,
                      (const S *)in[WINDOW_LSE].data, (const S *)in[SINK].data, z, scale, share, top) &&
            CG_LAUNCH(teacher_kernel<T>, cg_blocks(z.T, 1), THREADS, 0, stream, q, ckv, index, z, scale, share,

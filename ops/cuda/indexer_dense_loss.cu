@@ -68,11 +68,13 @@ template <typename T> dense<T> dense_of(const cg_tensor *in, const indexer_dense
             .scale = (cg_sum_of<T>)attr->scale};
 }
 
-CG_GLOBAL void check_rows_kernel(const int32_t *rows, int64_t T, int64_t C, cg_device_fault *fault) {
-    CG_FOR(t, T) seen_of(rows, t, C, BAD_ROW, fault);
+template <typename T> CG_GLOBAL void check_data_kernel(dense<T> a, cg_device_fault *fault) {
+    CG_FOR(t, a.T_) seen_of(a.rows, t, a.C, BAD_ROW, fault);
+    CG_FOR(h, a.sink ? a.H : 0) check_sink(a.sink, h, fault);
 }
 
 void describe(const cg_run_args *, const cg_device_fault *fault, cg_error *error) {
+    if (fault->what == BAD_SINK) return describe_sink(fault, error);
     describe_seen(fault, error);
 }
 
@@ -172,7 +174,7 @@ template <typename T>
 bool walk_keys(const cg_run_args *args, cg_stream *stream, const dense<T> &a, const scratch &s,
                cg_sum_of<T> *kl) {
     typedef cg_sum_of<T> S;
-    return CG_LAUNCH(check_rows_kernel, cg_blocks(a.T_, 256), 256, 0, stream, a.rows, a.T_, a.C, args->fault) &&
+    return CG_LAUNCH(check_data_kernel<T>, cg_blocks(a.T_ + a.H, 256), 256, 0, stream, a, args->fault) &&
            CG_LAUNCH(teacher_shares_kernel<T>, cg_blocks(a.T_ * a.H, WARPS), THREADS, 0, stream, a, s.share,
                      (S *)s.top) &&
            CG_LAUNCH(row_sums_kernel<T>, cg_blocks(a.T_, 1), THREADS, 0, stream, a, s.share, (S *)s.top, kl,

@@ -1,0 +1,15 @@
+/* Numbers in JSON, which has no word for those that are not finite: they are the strings "inf", "-inf" and "nan". */
+#ifndef CG_TOOLS_JSON_NUMBER_H
+#define CG_TOOLS_JSON_NUMBER_H
+
+#include <jansson.h>
+#include <math.h>
+
+static inline json_t *json_number(double x) {
+    return isfinite(x) ? json_real(x) : isnan(x) ? json_string("nan") : json_string(x > 0 ? "inf" : "-inf");
+}
+
+/* A figure that there may be none of: NaN stands for that, and is null. */
+static inline json_t *json_figure(double x) { return isnan(x) ? json_null() : json_number(x); }
+
+#endif
