@@ -27,10 +27,14 @@ fail_path(cg_error *error, cg_code code, const char *doing, const char *path, co
                    clip ? path + length - SHOWN : path, reason);
 }
 
-static bool fail_errno(cg_error *error, int number, const char *doing, const char *path) {
+cg_code cg_errno_code(int number) {
     bool machine = number == ENOSPC || number == EDQUOT || number == EFBIG || number == EIO ||
-                   number == ENOMEM || number == EMFILE || number == ENFILE;
-    return fail_path(error, machine ? CG_FAILED : CG_BAD_INPUT, doing, path, "%s", strerror(number));
+                   number == ENOMEM || number == EMFILE || number == ENFILE || number == ESTALE;
+    return machine ? CG_FAILED : CG_BAD_INPUT;
+}
+
+static bool fail_errno(cg_error *error, int number, const char *doing, const char *path) {
+    return fail_path(error, cg_errno_code(number), doing, path, "%s", strerror(number));
 }
 
 static const char *kind(mode_t mode) {
@@ -95,12 +99,32 @@ bool cg_file_read(const char *path, size_t max_bytes, char **data, size_t *bytes
     return ok;
 }
 
+bool cg_file_try(const char *path, cg_error *error) {
+    enum { PIECE = 1 << 20 };
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    if (fd < 0) return fail_errno(error, errno, "read", path);
+    struct stat status;
+    char *piece = malloc(PIECE);
+    bool ok = piece || fail_errno(error, ENOMEM, "read", path);
+    if (ok && fstat(fd, &status) != 0)
+        ok = fail_errno(error, errno, "read", path);
+    else if (ok && !S_ISREG(status.st_mode))
+        ok = fail_path(error, CG_BAD_INPUT, "read", path, "it is %s, not a file", kind(status.st_mode));
+    for (ssize_t got = 1; ok && got;) {
+        got = read(fd, piece, PIECE);
+        if (got < 0 && errno != EINTR) ok = fail_errno(error, errno, "read", path);
+    }
+    free(piece);
+    close(fd);
+    return ok;
+}
+
 bool cg_file_map(const char *path, void **map, size_t *bytes, cg_error *error) {
     *map = NULL;
     *bytes = 0;
     /* O_NONBLOCK: opening a pipe must not wait for a writer. */
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
-    if (fd < 0) return cg_fail(error, CG_BAD_INPUT, "cannot be opened: %s", strerror(errno));
+    if (fd < 0) return cg_fail(error, cg_errno_code(errno), "cannot be opened: %s", strerror(errno));
     struct stat status;
     bool ok = true;
     if (fstat(fd, &status) != 0)

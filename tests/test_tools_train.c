@@ -497,6 +497,21 @@ START_TEST(damaged_checkpoints) {
 }
 END_TEST
 
+/* A newest checkpoint that cannot be read may be whole: it is neither passed over nor removed. A loop of links stands for
+ * all that opening refuses, also to root. */
+START_TEST(unreadable_checkpoints) {
+    RUN(TINY TEXT "--steps 6 --set checkpoint_every=3 --set eval_every=0 --out unreadable");
+    SHELL("cd unreadable && ln -s checkpoint-00000009.safetensors checkpoint-00000009.safetensors");
+    char *before = state_of("unreadable");
+    bad(2, "no older checkpoint is used, as this one may be whole",
+        "--steps 12 --resume --data text --out unreadable");
+    expect_unchanged("unreadable", before);
+    SHELL("cd unreadable && rm checkpoint-00000009.safetensors && mv checkpoint-00000006.safetensors "
+          "checkpoint-00000009.safetensors");
+    bad(2, "is of step 6: it has another's name", "--steps 12 --resume --data text --out unreadable");
+}
+END_TEST
+
 /* Damaged files of later steps must not count among the two that stay. */
 START_TEST(pruning_spares_whole_checkpoints) {
     RUN(TINY TEXT "--steps 3 --out prune");
@@ -824,6 +839,7 @@ int main(void) {
                                   one_run_per_folder,
                                   failed_step_keeps_the_steps_before,
                                   damaged_checkpoints,
+                                  unreadable_checkpoints,
                                   pruning_spares_whole_checkpoints,
                                   what_does_not_fit_is_refused,
                                   folders_that_cannot_be,

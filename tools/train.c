@@ -23,6 +23,7 @@
 
 #include "core/file.h"
 #include "core/process.h"
+#include "core/shown.h"
 #include "models/checkpoint.h"
 #include "models/measure.h"
 #include "models/trainer.h"
@@ -217,7 +218,7 @@ static void show_progress(run *r, const cg_metrics *m, const cg_evaluation *e) {
  * run began, or are of a run that it took the place of. */
 static void remove_old_checkpoints(const run *r, int64_t newest) {
     int64_t steps[64];
-    int n = cg_checkpoint_list(r->dir, steps, 64);
+    int n = cg_checkpoint_list(r->dir, steps, 64, NULL);
     bool kept = false;
     for (int i = 0; i < n; i++) {
         if (steps[i] == newest) continue;
@@ -253,24 +254,34 @@ static bool make_trainer(run *r, const char *checkpoint, cg_error *error) {
     return (r->trainer = cg_trainer_new(r->config, r->feed, &how, error)) != NULL;
 }
 
-/* Go on from the newest whole checkpoint; a damaged one is named and the one before it is tried. A whole one that does
- * not fit (other data, another model) is refused: an older one would fit no better. */
+/* Go on from the newest whole checkpoint; one that was read and is damaged is named, and the one before it is tried. A
+ * whole one that does not fit (other data, another model) is refused: an older one would fit no better. So is one that
+ * cannot be read: it may be whole, and would be removed behind an older one. */
 static bool resume(run *r, cg_error *error) {
     int64_t steps[64];
     char path[600];
     cg_error damage[64] = {0};
-    int n = cg_checkpoint_list(r->dir, steps, 64), whole = 0;
+    int n = cg_checkpoint_list(r->dir, steps, 64, error), whole = 0;
+    if (n < 0) return false;
     if (!n)
         return cg_fail(error, CG_BAD_INPUT,
                        "--resume: there is no checkpoint in %s: start anew in another folder", r->dir);
     for (; whole < n; whole++) {
         cg_checkpoint_path(r->dir, steps[whole], path, sizeof path);
-        if (cg_checkpoint_is_whole(path, &damage[whole])) break;
+        cg_checkpoint_state state = cg_checkpoint_look(path, &damage[whole]);
+        if (state == CG_CHECKPOINT_WHOLE) break;
+        if (state == CG_CHECKPOINT_UNREADABLE)
+            return cg_fail(error, damage[whole].code,
+                           "--resume: %s; no older checkpoint is used, as this one may be whole",
+                           damage[whole].text);
     }
     if (whole == n)
         return cg_fail(error, CG_BAD_INPUT, "--resume: none of %d checkpoint%s in %s is whole; the newest: %s",
-                       n, n == 1 ? "" : "s", r->dir, damage[0].text);
+                       n, n == 1 ? "" : "s", cg_shown_path(r->dir).text, damage[0].text);
     if (!make_trainer(r, path, error)) return false;
+    if (cg_trainer_steps(r->trainer) != steps[whole])
+        return cg_fail(error, CG_BAD_INPUT, "--resume: %s is of step %" PRId64 ": it has another's name",
+                       cg_shown_path(path).text, cg_trainer_steps(r->trainer));
     for (int i = 0; i < whole; i++)
         fprintf(stderr, "csagrad train: %s; the checkpoint of step %" PRId64 " is used instead\n",
                 damage[i].text, steps[whole]);
@@ -299,7 +310,8 @@ static bool dir_is_free(const run *r, cg_error *error) {
     struct stat facts;
     snprintf(path, sizeof path, "%s/metrics.jsonl", r->dir);
     int64_t step;
-    if (stat(path, &facts) && !cg_checkpoint_list(r->dir, &step, 1)) return true;
+    int n = cg_checkpoint_list(r->dir, &step, 1, error);
+    if (n < 0 || (n == 0 && stat(path, &facts))) return n == 0;
     return cg_fail(error, CG_BAD_INPUT,
                    "--out: %s holds a run already: go on with --resume, or name another folder", r->dir);
 }
