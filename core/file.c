@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -170,7 +171,33 @@ struct cg_file_writer {
     char *path, *tmp;
 };
 
+/* The names of half-written files, for a signal handler: a name is removed before it is freed. */
+enum { UNFINISHED = 16 };
+static _Atomic(const char *) unfinished[UNFINISHED];
+
+static void list_unfinished(const char *tmp) {
+    for (int i = 0; i < UNFINISHED; i++) {
+        const char *none = NULL;
+        if (atomic_compare_exchange_strong(&unfinished[i], &none, tmp)) return;
+    }
+}
+
+static void delist_unfinished(const char *tmp) {
+    for (int i = 0; i < UNFINISHED; i++) {
+        const char *same = tmp;
+        if (atomic_compare_exchange_strong(&unfinished[i], &same, NULL)) return;
+    }
+}
+
+void cg_file_remove_unfinished(void) {
+    for (int i = 0; i < UNFINISHED; i++) {
+        const char *tmp = unfinished[i];
+        if (tmp) unlink(tmp);
+    }
+}
+
 static void writer_free(cg_file_writer *writer) {
+    delist_unfinished(writer->tmp);
     if (writer->fd >= 0) close(writer->fd);
     if (writer->folder_fd >= 0) close(writer->folder_fd);
     free(writer->path);
@@ -222,6 +249,7 @@ static bool open_tmp(cg_file_writer *writer, cg_error *error) {
             break;
         close(writer->fd);
     }
+    list_unfinished(writer->tmp);
     return ftruncate(writer->fd, 0) == 0 || fail_errno(error, errno, "write", writer->tmp);
 }
 
@@ -301,6 +329,7 @@ bool cg_file_commit(cg_file_writer *writer, cg_error *error) {
         cg_file_cancel(writer);
         return false;
     }
+    delist_unfinished(writer->tmp);
     /* EINVAL: a file system without fsync of folders (some network and FUSE ones); nothing can be done there.
      */
     if (sync_fd(writer->folder_fd) != 0 && errno != EINVAL)
@@ -315,6 +344,19 @@ void cg_file_cancel(cg_file_writer *writer) {
     if (!writer) return;
     unlink(writer->tmp);
     writer_free(writer);
+}
+
+void cg_file_remove_stale(const char *path) {
+    char *tmp = malloc(strlen(path) + sizeof ".tmp");
+    if (!tmp) return;
+    sprintf(tmp, "%s.tmp", path);
+    int fd = open(tmp, O_WRONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    struct stat held, named; /* its lock is held while the name is removed: no writer takes it up meanwhile */
+    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) == 0 && !fstat(fd, &held) && !lstat(tmp, &named) &&
+        held.st_ino == named.st_ino && held.st_dev == named.st_dev)
+        unlink(tmp);
+    if (fd >= 0) close(fd);
+    free(tmp);
 }
 
 /* Made now or there before. mkdir gives other reasons than EEXIST for a folder that is there, such as EROFS. */

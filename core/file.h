@@ -45,6 +45,12 @@ bool cg_file_commit(cg_file_writer *writer, cg_error *error); /* frees the write
                                                                  a failed write */
 void cg_file_cancel(cg_file_writer *writer);                  /* removes PATH.tmp; NULL is fine */
 
+/* Remove the PATH.tmp of a program that was killed; one that a running program holds stays. */
+void cg_file_remove_stale(const char *path);
+
+/* Remove the PATH.tmp of all files that this program is writing. For a signal handler that ends the program. */
+void cg_file_remove_unfinished(void);
+
 /* Make a folder and its parents. Fine when it is there already. */
 bool cg_folder_make(const char *path, cg_error *error);
 

@@ -265,6 +265,43 @@ START_TEST(stale_tmp_is_overwritten) {
 }
 END_TEST
 
+/* What a killed program left goes, what a program is writing stays. */
+START_TEST(stale_tmp_is_removed) {
+    put(at("f.tmp"), "half", 4);
+    put(at("f"), "whole", 5);
+    cg_file_writer *writer = cg_file_begin(at("g"), NULL);
+    ck_assert_ptr_nonnull(writer);
+    cg_file_remove_stale(at("f"));
+    cg_file_remove_stale(at("g"));
+    cg_file_remove_stale(at("absent"));
+    ck_assert_int_eq(access(at("f.tmp"), F_OK), -1);
+    ck_assert_int_eq(access(at("g.tmp"), F_OK), 0);
+    expect_content(at("f"), "whole", 5);
+    ck_assert(cg_file_commit(writer, NULL));
+    ck_assert_int_eq(n_entries(), 2);
+}
+END_TEST
+
+/* What a signal handler removes: all that is being written, and nothing that was written before. */
+START_TEST(unfinished_files_are_removed) {
+    ck_assert(write_whole(at("done"), "x", 1, NULL));
+    cg_file_cancel(cg_file_begin(at("cancelled"), NULL));
+    put(at("done.tmp"), "another's", 9);
+    put(at("cancelled.tmp"), "another's", 9);
+    cg_file_writer *writers[20];
+    for (int i = 0; i < 20; i++) {
+        char name[8];
+        snprintf(name, sizeof name, "w%d", i);
+        ck_assert_ptr_nonnull(writers[i] = cg_file_begin(at(name), NULL));
+    }
+    ck_assert_int_eq(n_entries(), 23);
+    cg_file_remove_unfinished();
+    ck_assert_int_eq(n_entries(), 23 - 16);
+    for (int i = 0; i < 20; i++) cg_file_cancel(writers[i]);
+    ck_assert_int_eq(n_entries(), 3);
+}
+END_TEST
+
 START_TEST(two_writers_do_not_mix) {
     cg_error error = {0};
     cg_file_writer *first = cg_file_begin(at("f"), &error);
@@ -465,6 +502,8 @@ int main(void) {
     tcase_add_test(write, write_in_the_current_folder);
     tcase_add_test(write, cancel_leaves_nothing);
     tcase_add_test(write, stale_tmp_is_overwritten);
+    tcase_add_test(write, stale_tmp_is_removed);
+    tcase_add_test(write, unfinished_files_are_removed);
     tcase_add_test(write, two_writers_do_not_mix);
     tcase_add_test(write, permissions_are_kept);
     tcase_add_test(write, links_are_followed);
