@@ -180,6 +180,17 @@ bool cg_checkpoint_read(const char *path, const cg_named_tensor *tensors, int n_
     return ok;
 }
 
+bool cg_checkpoint_config(const char *path, cg_config *config, cg_error *error) {
+    cg_error own = {0};
+    cg_safetensors *file = cg_safetensors_open(path, error);
+    if (!file) return false;
+    const char *text = cg_safetensors_metadata(file, "config");
+    *config = cg_config_toy();
+    bool ok = cg_config_parse(config, text ? text : "", &own);
+    cg_safetensors_close(file);
+    return ok || cg_fail(error, own.code, "%s: its configuration: %s", cg_shown_path(path).text, own.text);
+}
+
 void cg_checkpoint_path(const char *dir, int64_t step, char *path, size_t path_bytes) {
     snprintf(path, path_bytes, "%s/checkpoint-%08lld.safetensors", dir, (long long)step);
 }
@@ -212,4 +223,20 @@ int cg_checkpoint_list(const char *dir, int64_t *steps, int max, cg_error *error
     }
     closedir(folder);
     return n;
+}
+
+void cg_checkpoint_remove_stale(const char *dir) {
+    DIR *folder = opendir(dir);
+    if (!folder) return;
+    for (struct dirent *entry; (entry = readdir(folder));) {
+        long long step;
+        char name[64], path[600];
+        if (sscanf(entry->d_name, "checkpoint-%lld.", &step) != 1) continue;
+        cg_checkpoint_path(".", step, name, sizeof name);
+        size_t length = strlen(name + 2);
+        if (strncmp(entry->d_name, name + 2, length) || strcmp(entry->d_name + length, ".tmp")) continue;
+        cg_checkpoint_path(dir, step, path, sizeof path);
+        cg_file_remove_stale(path);
+    }
+    closedir(folder);
 }

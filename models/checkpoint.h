@@ -7,12 +7,13 @@
 #define CG_MODELS_CHECKPOINT_H
 
 #include "core/safetensors.h"
+#include "models/config.h"
 
 /* What stands beside the tensors. */
 typedef struct cg_checkpoint_facts {
     int64_t step;
     uint64_t data;           /* fingerprint of the feed */
-    const char *config_json; /* for readers of the file; not read back */
+    const char *config_json; /* not read back with the tensors: cg_checkpoint_config */
 } cg_checkpoint_facts;
 
 /* DAMAGED: read to its end, and found cut, of a wrong checksum, or no checkpoint. UNREADABLE says nothing about its
@@ -36,11 +37,17 @@ bool cg_checkpoint_write(const char *path, const cg_named_tensor *tensors, int n
 bool cg_checkpoint_read(const char *path, const cg_named_tensor *tensors, int n_tensors,
                         cg_checkpoint_facts *facts, cg_error *error);
 
+/* The configuration that a checkpoint was trained with, from its metadata; the rest is not looked at. */
+bool cg_checkpoint_config(const char *path, cg_config *config, cg_error *error);
+
 /* "DIR/checkpoint-00000100.safetensors". */
 void cg_checkpoint_path(const char *dir, int64_t step, char *path, size_t path_bytes);
 
 /* Steps of the checkpoints in a folder, newest first; the max newest. 0 also when the folder is absent; -1 with a
  * sentence when it cannot be read. */
 int cg_checkpoint_list(const char *dir, int64_t *steps, int max, cg_error *error);
+
+/* Remove half-written checkpoints of programs that were killed. */
+void cg_checkpoint_remove_stale(const char *dir);
 
 #endif
