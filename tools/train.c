@@ -550,7 +550,13 @@ static void print_head(const run *r) {
         printf("data: %s, %" PRId64 " documents, %.1f MiB for training, %.1f MiB held out\n",
                cg_shown_path(facts->source).text, facts->documents, (double)facts->train_bytes / 1048576,
                (double)facts->held_out_bytes / 1048576);
-    else
+    if (r->options->data && *facts->skipped) printf("note: passed over: %s\n", facts->skipped);
+    if (facts->repeated_bytes)
+        printf("note: %.1f KiB of the text held out stand word for word in the training part too, as in files "
+               "that are "
+               "there twice: losses on it are too good\n",
+               (double)facts->repeated_bytes / 1024);
+    if (r->config->task != CG_TASK_TEXT)
         printf("data: recall, %" PRId64 " pairs and %" PRId64 " queries a sequence, distance %" PRId64
                " or more tokens, windows together reach %" PRId64 "; chance %.1f%%\n",
                facts->n_pairs, facts->n_queries, facts->min_distance, facts->reach, 100 * facts->chance);
