@@ -346,6 +346,12 @@ void cg_file_cancel(cg_file_writer *writer) {
     writer_free(writer);
 }
 
+bool cg_file_can_write(const char *path, cg_error *error) {
+    cg_file_writer *writer = cg_file_begin(path, error);
+    cg_file_cancel(writer);
+    return writer != NULL;
+}
+
 void cg_file_remove_stale(const char *path) {
     char *tmp = malloc(strlen(path) + sizeof ".tmp");
     if (!tmp) return;
@@ -382,6 +388,29 @@ bool cg_folder_make(const char *path, cg_error *error) {
         *slash = '/';
     }
     ok = ok && make_one(part, error);
+    free(part);
+    return ok;
+}
+
+bool cg_folder_can_make(const char *path, cg_error *error) {
+    char *part = strdup(*path ? path : "");
+    if (!part) return fail_errno(error, ENOMEM, "make the folder", path);
+    struct stat status;
+    bool found = false, ok = *path || fail_errno(error, ENOENT, "make the folder", "\"\"");
+    while (ok && !found) { /* up to the first one that is there */
+        found = stat(part, &status) == 0;
+        if (!found && errno != ENOENT) ok = fail_errno(error, errno, "make the folder", path);
+        if (!ok || found) break;
+        char *slash = strrchr(part, '/');
+        if (!slash)
+            strcpy(part, "."); /* a path has a byte and its 0 */
+        else
+            slash[slash == part] = 0;
+    }
+    if (ok && !S_ISDIR(status.st_mode))
+        ok = fail_path(error, CG_BAD_INPUT, "make the folder", path, "a file of this name is in the way");
+    else if (ok && access(part, W_OK | X_OK) != 0)
+        ok = fail_errno(error, errno, "write to the folder", part);
     free(part);
     return ok;
 }

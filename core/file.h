@@ -45,6 +45,9 @@ bool cg_file_commit(cg_file_writer *writer, cg_error *error); /* frees the write
                                                                  a failed write */
 void cg_file_cancel(cg_file_writer *writer);                  /* removes PATH.tmp; NULL is fine */
 
+/* Could PATH be written now? Asked before long work whose result goes there; nothing is left behind. */
+bool cg_file_can_write(const char *path, cg_error *error);
+
 /* Remove the PATH.tmp of a program that was killed; one that a running program holds stays. */
 void cg_file_remove_stale(const char *path);
 
@@ -53,5 +56,8 @@ void cg_file_remove_unfinished(void);
 
 /* Make a folder and its parents. Fine when it is there already. */
 bool cg_folder_make(const char *path, cg_error *error);
+
+/* Could the folder be made now, or be written to if it is there? Nothing is made. */
+bool cg_folder_can_make(const char *path, cg_error *error);
 
 #endif

@@ -150,7 +150,7 @@ static bool add_document(struct corpus *corpus, const char *name, const char *da
 
 static void pass_over(struct corpus *corpus, int reason, const char *name, const char *why) {
     struct passed_over *p = &corpus->passed_over[reason];
-    if (p->n++ == 0) snprintf(p->first, sizeof p->first, "%s: %s", cg_shown_path(name).text, why);
+    if (p->n++ == 0) snprintf(p->first, sizeof p->first, "%s: %.60s", cg_shown_path(name).text, why);
 }
 
 /* All that was passed over in words, malloc'd: "3 files without text (sub/a.png: it holds a NUL byte), ...". */

@@ -159,6 +159,25 @@ START_TEST(output_that_cannot_be_written) {
 }
 END_TEST
 
+/* Before the work, not behind it: an hour would be lost. */
+START_TEST(outputs_are_checked_first) {
+    bad("mem --plan-only --seqs 64 --html absent/page.html", 2, "--html: cannot write absent/page.html");
+    bad("mem --plan-only --seqs 64 --policy save --trace absent/t", 2, "--trace: cannot write absent/t");
+    bad("mem --plan-only --seqs 64 --policy save --snapshot /", 2,
+        "--snapshot: cannot write /: it is a folder");
+    bad("dump --out 'absent\nf/d.safetensors'", 2, "--out: cannot write absent\\x0af/d.safetensors");
+    bad("train --data /absent --out /dev/null/run", 2, "cannot make the folder /dev/null/run");
+    char name[300]; /* a path too long leaves room for the reason */
+    memset(name, 'x', 299);
+    name[299] = 0;
+    char arguments[400];
+    snprintf(arguments, sizeof arguments, "train --data /absent/%s", name);
+    bad(arguments, 2, "No such file or directory");
+    snprintf(arguments, sizeof arguments, "train --data %s", name);
+    bad(arguments, 2, "File name too long");
+}
+END_TEST
+
 /* Commands that have nothing to save end at once. */
 START_TEST(signals_end_commands) {
     static char *const commands[] = {"bench", "gradcheck", "mem"};
@@ -276,6 +295,7 @@ int main(void) {
                                   bad_model_options,
                                   config_prints_a_file_that_gives_itself,
                                   output_that_cannot_be_written,
+                                  outputs_are_checked_first,
                                   signals_end_commands,
                                   ops_list,
                                   gradcheck_of_one_op,

@@ -573,6 +573,7 @@ static bool begin(run *r, cg_evaluation *e, cg_error *error) {
     bool resumes = r->options->resume;
     if (r->options->data && r->config->task != CG_TASK_TEXT)
         return cg_fail(error, CG_BAD_INPUT, "--data is for --task text: the recall task makes its own");
+    if (!cg_folder_can_make(r->dir, error)) return false;
     if (resumes ? !lock_dir(r, error) || !find_checkpoint(r, error) : !dir_is_free(r, error)) return false;
     if (*r->checkpoint && !check_changes(r, changes, sizeof changes, error)) return false;
     if (!(r->feed = cg_feed_new(r->options->data, r->config, error)) || !make_trainer(r, error)) return false;
