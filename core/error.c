@@ -3,8 +3,8 @@
 #include <stdio.h>
 #include <string.h>
 
-/* A path or a word of a file may hold anything; the sentence stays one line and moves no cursor: control characters
- * show as \x1b, those of two bytes in UTF-8 too. */
+/* A path or a word of a file may hold anything; the sentence stays one line and moves no cursor: control
+ * characters show as \x1b, those of two bytes in UTF-8 too. */
 static void put_clean(char *to, size_t room, const char *from) {
     unsigned char before = 0;
     for (const unsigned char *c = (const unsigned char *)from; *c && room > 4; before = *c++) {

@@ -16,8 +16,8 @@ cg_code cg_errno_code(int number);
 /* Read a whole regular file into malloc'd memory with one 0 byte behind it. Refuses more than max_bytes. */
 bool cg_file_read(const char *path, size_t max_bytes, char **data, size_t *bytes, cg_error *error);
 
-/* Can a regular file be read to its end? Asked before a file is mapped whose damage is to be told from a disk that
- * refuses: a page of a mapping that cannot be read ends the program. */
+/* Can a regular file be read to its end? Asked before a file is mapped whose damage is to be told from a disk
+ * that refuses: a page of a mapping that cannot be read ends the program. */
 bool cg_file_try(const char *path, cg_error *error);
 
 /* Map a whole regular file into read-only memory; an empty file gives NULL and 0 bytes. The sentence comes

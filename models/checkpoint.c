@@ -29,7 +29,7 @@ static uint64_t fnv(uint64_t hash, const void *data, size_t bytes) {
 
 static uint64_t fnv_text(uint64_t hash, const char *text) { return fnv(hash, text, strlen(text) + 1); }
 
-/* That of files of the old format, which are still read: a sum over tensors, blind to some that changed places. */
+/* That of files of the old format, which are still read: a sum, blind to tensors that changed places. */
 static void old_checksum(const cg_safetensors *file, const char *const *texts, char sum[SUM_BYTES]) {
     uint64_t all = 0;
     for (int i = 0; i < cg_safetensors_count(file); i++) {
@@ -49,8 +49,8 @@ static int by_name(const void *a, const void *b) {
     return strcmp((*x)->name, (*y)->name);
 }
 
-/* CRC-32 over name, dtype, shape and data of each tensor, by name, so that their order in the file does not matter;
- * then over the metadata, key and value in turn. A 0 byte ends every text. */
+/* CRC-32 over name, dtype, shape and data of each tensor, by name, so that their order in the file does not
+ * matter; then over the metadata, key and value in turn. A 0 byte ends every text. */
 static bool checksum(const cg_named_tensor *tensors, int n, const char *const *texts, char sum[SUM_BYTES],
                      cg_error *error) {
     const cg_named_tensor **sorted = malloc(((size_t)n + 1) * sizeof *sorted);
@@ -107,8 +107,8 @@ static bool is_newer(const char *format) {
     return !strncmp(format, format_name, stem) && strcmp(format, format_name) && strcmp(format, old_format);
 }
 
-/* An open file whose checksum is right; NULL with a sentence that names the file. What fails for another reason than the
- * file's content is CG_FAILED. */
+/* An open file whose checksum is right; NULL with a sentence that names the file. What fails for another reason
+ * than the file's content is CG_FAILED. */
 static cg_safetensors *open_checked(const char *path, cg_error *error) {
     cg_safetensors *file = cg_safetensors_open(path, error);
     if (!file) return NULL;

@@ -1,8 +1,7 @@
 /* Checkpoints: safetensors files with weights (DeepSeek's release names), optimizer moments ("adamw.m.NAME",
- * "adamw.v.NAME"), and in the metadata the step, the configuration, a fingerprint of the data and a checksum over
- * all of it (CRC-32; files of older versions have another one and are still read).
- * The data position and all random numbers follow from (seed, step), so nothing else is needed to go on bit for
- * bit. */
+ * "adamw.v.NAME"), and in the metadata the step, the configuration, a fingerprint of the data and a checksum
+ * over all of it (CRC-32; files of older versions have another one and are still read). The data position and
+ * all random numbers follow from (seed, step), so nothing else is needed to go on bit for bit. */
 #ifndef CG_MODELS_CHECKPOINT_H
 #define CG_MODELS_CHECKPOINT_H
 
@@ -16,8 +15,8 @@ typedef struct cg_checkpoint_facts {
     const char *config_json; /* not read back with the tensors: cg_checkpoint_config */
 } cg_checkpoint_facts;
 
-/* DAMAGED: read to its end, and found cut, of a wrong checksum, or no checkpoint. UNREADABLE says nothing about its
- * content: it cannot be opened or read now, memory is out, or a newer version of csagrad wrote it. */
+/* DAMAGED: read to its end, and found cut, of a wrong checksum, or no checkpoint. UNREADABLE says nothing about
+ * its content: it cannot be opened or read now, memory is out, or a newer version of csagrad wrote it. */
 typedef enum cg_checkpoint_state {
     CG_CHECKPOINT_WHOLE,
     CG_CHECKPOINT_DAMAGED,
@@ -43,8 +42,8 @@ bool cg_checkpoint_config(const char *path, cg_config *config, cg_error *error);
 /* "DIR/checkpoint-00000100.safetensors". */
 void cg_checkpoint_path(const char *dir, int64_t step, char *path, size_t path_bytes);
 
-/* Steps of the checkpoints in a folder, newest first; the max newest. 0 also when the folder is absent; -1 with a
- * sentence when it cannot be read. */
+/* Steps of the checkpoints in a folder, newest first; the max newest. 0 also when the folder is absent; -1 with
+ * a sentence when it cannot be read. */
 int cg_checkpoint_list(const char *dir, int64_t *steps, int max, cg_error *error);
 
 /* Remove half-written checkpoints of programs that were killed. */

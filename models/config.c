@@ -89,7 +89,7 @@ const cg_config_entry cg_config_entries[] = {
     INT(eval_every, 0, INT64_C(1) << 40, "steps between evaluations; 0: only at the end"),
     INT(eval_batches, 1, 1 << 20, "held-out micro-batches per evaluation"),
     INT(checkpoint_every, 0, INT64_C(1) << 40, "steps between checkpoints; 0: by time alone"),
-    NUM(checkpoint_minutes, 0, 1e6, "minutes between checkpoints, the first behind the first step; 0: none by time"),
+    NUM(checkpoint_minutes, 0, 1e6, "minutes between checkpoints, the first behind step 1; 0: none by time"),
 };
 /* clang-format on */
 

@@ -325,8 +325,8 @@ static bool walk(struct corpus *corpus, const char *path, const char *name, cg_e
     return fine;
 }
 
-/* Behind everything else, so that a text has the name of its file and not that of a link to it; folders that a link leads
- * to may hold further ones. */
+/* Behind everything else, so that a text has the name of its file and not that of a link to it; folders that a
+ * link leads to may hold further ones. */
 static bool follow_links(struct corpus *corpus, cg_error *error) {
     struct stat status;
     for (size_t i = 0; i < corpus->n_links; i++) {

@@ -325,7 +325,7 @@ static bool cut(cg_topk_writer *writer, cg_error *error) {
     return writer->cut || fail_writing(writer, errno, error);
 }
 
-/* Where the data ends that the head of a recording of ours tells of, counted from HEAD_BYTES; -1: it is none. */
+/* Where the data ends by the head of a recording of ours, counted from HEAD_BYTES; -1: it is none. */
 static int64_t headed_bytes(int fd) {
     char head[HEAD_BYTES];
     const char *format = NULL;

@@ -78,7 +78,7 @@ static void swap(cg_tensor *x, cg_tensor *y) {
     *y = z;
 }
 
-/* Whatever a reader would take over is in the sum: who has which name, dtype, shape, bytes; step, data, config. */
+/* All that a reader takes over is in the sum: who has which name, dtype, shape, bytes; step, data, config. */
 START_TEST(everything_is_summed) {
     const char *good = at("good"), *bad = at("bad");
     write_good(good);

@@ -392,7 +392,8 @@ START_TEST(useless_files_are_passed_over) {
 }
 END_TEST
 
-/* Links lead to files and folders anywhere; each is read once, under its own name where it has one below the folder. */
+/* Links lead to files and folders anywhere; each is read once, under its own name where it has one below the
+ * folder. */
 START_TEST(links_are_followed_once) {
     char outside[64];
     put_numbers("file", 0, 1000);

@@ -810,8 +810,8 @@ START_TEST(damaged_checkpoints) {
 }
 END_TEST
 
-/* A newest checkpoint that cannot be read may be whole: it is neither passed over nor removed. A loop of links stands for
- * all that opening refuses, also to root. */
+/* A newest checkpoint that cannot be read may be whole: it is neither passed over nor removed. A loop of links
+ * stands for all that opening refuses, also to root. */
 START_TEST(unreadable_checkpoints) {
     RUN(TINY TEXT "--steps 6 --set checkpoint_every=3 --set eval_every=0 --out unreadable");
     SHELL("cd unreadable && ln -s checkpoint-00000009.safetensors checkpoint-00000009.safetensors");

@@ -75,15 +75,15 @@ static void check_output(void) {
     _exit(CG_FAILED);
 }
 
-/* A program may be started with standard input, output or errors closed: the first files that it opens would then get
- * their numbers, and what is printed would run into them. */
+/* A program may be started with standard input, output or errors closed: the first files that it opens would
+ * then get their numbers, and what is printed would run into them. */
 static void open_standard_files(void) {
     for (int fd = 0; fd <= 2; fd++)
         if (fcntl(fd, F_GETFD) < 0 && errno == EBADF && open("/dev/null", O_RDWR) != fd) _exit(CG_FAILED);
 }
 
-/* Ends the program as the signal would have, but leaves no half-written file. Commands with something to save have
- * handlers of their own. */
+/* Ends the program as the signal would have, but leaves no half-written file. Commands with something to save
+ * have handlers of their own. */
 static void on_end(int number) {
     cg_file_remove_unfinished();
     signal(number, SIG_DFL);

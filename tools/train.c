@@ -149,8 +149,8 @@ typedef struct run {
 
 static volatile sig_atomic_t interrupted, save_wanted;
 
-/* The first one stops the run where that loses nothing, a second one ends it at once. What follows within a moment is
- * the same request: timeout(1) and others send it to the process and to its group. */
+/* The first one stops the run where that loses nothing, a second one ends it at once. What follows within a
+ * moment is the same request: timeout(1) and others send it to the process and to its group. */
 static void on_stop(int number) {
     static struct timespec first;
     struct timespec now;
@@ -339,7 +339,8 @@ static bool save(run *r, cg_error *error) {
     return true;
 }
 
-/* By the count of steps, by the clock (first behind the first step, so that no killed run has nothing), or on demand. */
+/* By the count of steps, by the clock (first behind the first step, so that no killed run has nothing), or on
+ * demand. */
 static bool save_is_due(const run *r) {
     int64_t step = cg_trainer_steps(r->trainer), every = r->config->checkpoint_every;
     double minutes = r->config->checkpoint_minutes;
@@ -347,7 +348,8 @@ static bool save_is_due(const run *r) {
            (minutes > 0 && (r->saved_step < 0 || now_s() - r->saved_s >= 60 * minutes));
 }
 
-/* Output that cannot be written, to a full disk or a reader that stopped, ends the run; what was trained is kept. */
+/* Output that cannot be written, to a full disk or a reader that stopped, ends the run; what was trained is
+ * kept. */
 static bool output_arrives(run *r, cg_error *error) {
     if (fflush(stdout) == 0 && !ferror(stdout)) return true;
     cg_error own = {0};
@@ -373,8 +375,8 @@ static bool make_trainer(run *r, cg_error *error) {
     return (r->trainer = cg_trainer_new(r->config, r->feed, &how, error)) != NULL;
 }
 
-/* The newest whole checkpoint; one that was read and is damaged is named, and the one before it is tried. One that
- * cannot be read is refused: it may be whole, and would be removed behind an older one. */
+/* The newest whole checkpoint; one that was read and is damaged is named, and the one before it is tried. One
+ * that cannot be read is refused: it may be whole, and would be removed behind an older one. */
 static bool find_checkpoint(run *r, cg_error *error) {
     enum { MOST = sizeof r->damage / sizeof *r->damage };
     int64_t steps[MOST];
@@ -403,9 +405,9 @@ static bool is_among(const char *word, const char *const *words) {
     return false;
 }
 
-/* The configuration that the checkpoint was trained with, against that of now. What decides which data come next must be
- * the same: the position in them is counted in it. What changes the computation is named, in `changes`; the rest
- * changes no result, and the policy none but for rounding. */
+/* The configuration that the checkpoint was trained with, against that of now. What decides which data come
+ * next must be the same: the position in them is counted in it. What changes the computation is named, in
+ * `changes`; the rest changes no result, and the policy none but for rounding. */
 static bool check_changes(const run *r, char *changes, size_t changes_bytes, cg_error *error) {
     static const char *const of_data[] = {"task",        "seq_len",       "batch_size",   "accumulate", "seed",
                                           "recall_keys", "recall_values", "recall_pairs", NULL};
@@ -449,7 +451,8 @@ static bool write_config(const run *r, cg_error *error) {
     return ok;
 }
 
-/* A folder that holds a run is not overwritten. A log alone is no run yet: it was killed before its first checkpoint. */
+/* A folder that holds a run is not overwritten. A log alone is no run yet: it was killed before its first
+ * checkpoint. */
 static bool dir_is_free(run *r, cg_error *error) {
     char path[600];
     struct stat facts;
@@ -494,8 +497,9 @@ static bool evaluate_into(run *r, json_t *line, cg_evaluation *e, cg_error *erro
     return true;
 }
 
-/* A log that goes on is the log of a run that never stopped: the line of the step at hand has its evaluation where one
- * belongs, also when the run was stopped in the midst of it, and none where the end of an earlier run took one. */
+/* A log that goes on is the log of a run that never stopped: the line of the step at hand has its evaluation
+ * where one belongs, also when the run was stopped in the midst of it, and none where the end of an earlier run
+ * took one. */
 static bool mend_last_line(run *r, json_t *last, cg_evaluation *e, cg_error *error) {
     static const char *const evaluation[] = {"val_loss", "val_accuracy", "val_accuracy_far",
                                              "captured", "recall",       "indexers"};
