@@ -13,6 +13,7 @@
 #include <fcntl.h>
 #include <inttypes.h>
 #include <math.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -200,6 +201,14 @@ static double now_s(void) {
 
 /* ---- lines ---- */
 
+/* Waits until output would be taken: a reader that sleeps must not keep a run from being stopped. False then. */
+static bool output_is_free(void) {
+    struct pollfd output = {.fd = STDOUT_FILENO, .events = POLLOUT};
+    while (poll(&output, 1, interrupted ? 0 : -1) <= 0)
+        if (interrupted) return false;
+    return true;
+}
+
 static json_t *evaluation_json(const cg_evaluation *e) {
     json_t *layers = json_array();
     for (int i = 0; i < e->n_layers; i++) {
@@ -225,7 +234,7 @@ static json_t *metrics_json(const cg_metrics *m) {
 
 /* Write a line to the log, and print it with --json. */
 static bool log_line(run *r, json_t *line, cg_error *error) {
-    if (r->options->json && line) {
+    if (r->options->json && line && output_is_free()) {
         char *text = json_dumps(line, JSON_COMPACT | JSON_PRESERVE_ORDER | JSON_REAL_PRECISION(17));
         if (text) puts(text);
         free(text);
@@ -288,6 +297,7 @@ static void show_progress(run *r, const cg_metrics *m, const cg_evaluation *e) {
     double now = now_s();
     bool last = m->step == r->config->steps;
     if (r->options->json || (!e && !last && now - r->shown_s < (r->terminal ? 0.2 : 10))) return;
+    if (!output_is_free()) return;
     r->shown_s = now;
     double left =
         (now - r->started_s) / (double)(m->step - r->started_step) * (double)(r->config->steps - m->step);
@@ -740,7 +750,7 @@ static bool finish(run *r, cg_evaluation *e, bool evaluated, cg_error *error) {
         !cg_trainer_stopped(r->trainer)) /* a run resumed at its end */
         return false;
     if (interrupted) {
-        if (!r->options->json) print_stop(r);
+        if (!r->options->json && output_is_free()) print_stop(r);
     } else {
         if (!log_line(r, final_json(r, e), error)) return false;
         if (!r->options->json) print_table(r, e);
