@@ -32,6 +32,7 @@ static const char *at(const char *name) {
 /* Names whose bytes add up to the same, alone or in their last letter. */
 static float a[] = {1, 2, 3, 4}, b[] = {5, 6, 7, 8};
 static int32_t c[] = {1, 2, 3, 4};
+static float turned_data[] = {2, 1, 3, 4};
 static const cg_checkpoint_facts facts = {.step = 7, .data = 42, .config_json = "{\"steps\": 9}"};
 
 static void list_tensors(cg_named_tensor t[3]) {
@@ -94,7 +95,7 @@ START_TEST(everything_is_summed) {
         if (kind == 2) t[0].tensor.dtype = CG_I32;
         if (kind == 3) t[0].tensor.shape = CG_SHAPE(4, 1);
         if (kind == 4) t[0].name = "layer.3.wq";
-        if (kind == 5) t[0].tensor.data = (float[]){2, 1, 3, 4};
+        if (kind == 5) t[0].tensor.data = turned_data;
         write_with_sum_of(good, bad, t, 3, NULL, NULL);
         expect_state(bad, CG_CHECKPOINT_DAMAGED, "is damaged: its content has checksum");
     }

@@ -566,9 +566,8 @@ static void print_head(const run *r) {
                (double)facts->held_out_bytes / 1048576);
     if (r->options->data && *facts->skipped) printf("note: passed over: %s\n", facts->skipped);
     if (facts->repeated_bytes)
-        printf("note: %.1f KiB of the text held out stand word for word in the training part too, as in files "
-               "that are "
-               "there twice: losses on it are too good\n",
+        printf("note: %.1f KiB held out stand word for word in the training part too, in files that are there "
+               "twice: the losses on them say little\n",
                (double)facts->repeated_bytes / 1024);
     if (r->config->task != CG_TASK_TEXT)
         printf("data: recall, %" PRId64 " pairs and %" PRId64 " queries a sequence, distance %" PRId64
@@ -765,7 +764,8 @@ int csagrad_train(int argc, char **argv) {
         .options = options,
         .parser = parse,
         .children = children,
-        .doc = "Train the toy model; losses, indexer health and memory go to DIR/metrics.jsonl."};
+        .doc = "Train the toy model; losses, indexer health and memory go to DIR/metrics.jsonl. Ctrl-C and "
+               "SIGTERM stop it with a checkpoint, a second one at once; SIGUSR1 writes one."};
     train_options o = {.out = "runs/train"};
     cg_error error = {0};
     tool_parse(&argp, argc, argv, &o);
