@@ -3,17 +3,29 @@
 #include <stdio.h>
 #include <string.h>
 
-/* A path or a word of a file may hold anything; the sentence stays one line and moves no cursor. */
-static void clean(char *text) {
-    for (char *c = text; *c; c++)
-        if ((unsigned char)*c < ' ' || *c == 0x7f) *c = '?';
+/* A path or a word of a file may hold anything; the sentence stays one line and moves no cursor: control
+ * characters show as \x1b, those of two bytes in UTF-8 too. */
+static void put_clean(char *to, size_t room, const char *from) {
+    unsigned char before = 0;
+    for (const unsigned char *c = (const unsigned char *)from; *c && room > 4; before = *c++) {
+        bool opens = *c == 0xc2 && c[1] >= 0x80 && c[1] < 0xa0, closes = before == 0xc2 && *c < 0xa0;
+        size_t n = 1;
+        if (*c < ' ' || *c == 0x7f || opens || (closes && *c >= 0x80))
+            n = (size_t)sprintf(to, "\\x%02x", *c);
+        else
+            *to = (char)*c;
+        to += n;
+        room -= n;
+    }
+    *to = 0;
 }
 
 bool cg_fail_va(cg_error *error, cg_code code, const char *format, va_list args) {
     if (error && error->code == CG_OK) {
+        char raw[CG_ERROR_TEXT];
         error->code = code;
-        vsnprintf(error->text, sizeof error->text, format, args);
-        clean(error->text);
+        vsnprintf(raw, sizeof raw, format, args);
+        put_clean(error->text, sizeof error->text, raw);
     }
     return false;
 }
@@ -28,14 +40,14 @@ bool cg_fail(cg_error *error, cg_code code, const char *format, ...) {
 
 void cg_error_at(cg_error *error, const char *format, ...) {
     if (!error || error->code == CG_OK) return;
-    char sentence[CG_ERROR_TEXT];
+    char sentence[CG_ERROR_TEXT], raw[CG_ERROR_TEXT];
     memcpy(sentence, error->text, sizeof sentence);
     va_list args;
     va_start(args, format);
-    int n = vsnprintf(error->text, sizeof error->text, format, args);
+    int n = vsnprintf(raw, sizeof raw, format, args);
     va_end(args);
     if (n < 0 || n >= CG_ERROR_TEXT - 3) n = CG_ERROR_TEXT - 3;
-    size_t room = sizeof error->text - (size_t)n; /* a sentence that no longer fits is cut at its end */
-    snprintf(error->text + n, room, ": %.*s", (int)room - 3, sentence);
-    clean(error->text);
+    /* a sentence that no longer fits is cut at its end */
+    snprintf(raw + n, sizeof raw - (size_t)n, ": %.*s", (int)sizeof raw - n - 3, sentence);
+    put_clean(error->text, sizeof error->text, raw);
 }

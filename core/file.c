@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -27,10 +28,14 @@ fail_path(cg_error *error, cg_code code, const char *doing, const char *path, co
                    clip ? path + length - SHOWN : path, reason);
 }
 
-static bool fail_errno(cg_error *error, int number, const char *doing, const char *path) {
+cg_code cg_errno_code(int number) {
     bool machine = number == ENOSPC || number == EDQUOT || number == EFBIG || number == EIO ||
-                   number == ENOMEM || number == EMFILE || number == ENFILE;
-    return fail_path(error, machine ? CG_FAILED : CG_BAD_INPUT, doing, path, "%s", strerror(number));
+                   number == ENOMEM || number == EMFILE || number == ENFILE || number == ESTALE;
+    return machine ? CG_FAILED : CG_BAD_INPUT;
+}
+
+static bool fail_errno(cg_error *error, int number, const char *doing, const char *path) {
+    return fail_path(error, cg_errno_code(number), doing, path, "%s", strerror(number));
 }
 
 static const char *kind(mode_t mode) {
@@ -95,12 +100,32 @@ bool cg_file_read(const char *path, size_t max_bytes, char **data, size_t *bytes
     return ok;
 }
 
+bool cg_file_try(const char *path, cg_error *error) {
+    enum { PIECE = 1 << 20 };
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+    if (fd < 0) return fail_errno(error, errno, "read", path);
+    struct stat status;
+    char *piece = malloc(PIECE);
+    bool ok = piece || fail_errno(error, ENOMEM, "read", path);
+    if (ok && fstat(fd, &status) != 0)
+        ok = fail_errno(error, errno, "read", path);
+    else if (ok && !S_ISREG(status.st_mode))
+        ok = fail_path(error, CG_BAD_INPUT, "read", path, "it is %s, not a file", kind(status.st_mode));
+    for (ssize_t got = 1; ok && got;) {
+        got = read(fd, piece, PIECE);
+        if (got < 0 && errno != EINTR) ok = fail_errno(error, errno, "read", path);
+    }
+    free(piece);
+    close(fd);
+    return ok;
+}
+
 bool cg_file_map(const char *path, void **map, size_t *bytes, cg_error *error) {
     *map = NULL;
     *bytes = 0;
     /* O_NONBLOCK: opening a pipe must not wait for a writer. */
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
-    if (fd < 0) return cg_fail(error, CG_BAD_INPUT, "cannot be opened: %s", strerror(errno));
+    if (fd < 0) return cg_fail(error, cg_errno_code(errno), "cannot be opened: %s", strerror(errno));
     struct stat status;
     bool ok = true;
     if (fstat(fd, &status) != 0)
@@ -146,7 +171,33 @@ struct cg_file_writer {
     char *path, *tmp;
 };
 
+/* The names of half-written files, for a signal handler: a name is removed before it is freed. */
+enum { UNFINISHED = 16 };
+static _Atomic(const char *) unfinished[UNFINISHED];
+
+static void list_unfinished(const char *tmp) {
+    for (int i = 0; i < UNFINISHED; i++) {
+        const char *none = NULL;
+        if (atomic_compare_exchange_strong(&unfinished[i], &none, tmp)) return;
+    }
+}
+
+static void delist_unfinished(const char *tmp) {
+    for (int i = 0; i < UNFINISHED; i++) {
+        const char *same = tmp;
+        if (atomic_compare_exchange_strong(&unfinished[i], &same, NULL)) return;
+    }
+}
+
+void cg_file_remove_unfinished(void) {
+    for (int i = 0; i < UNFINISHED; i++) {
+        const char *tmp = unfinished[i];
+        if (tmp) unlink(tmp);
+    }
+}
+
 static void writer_free(cg_file_writer *writer) {
+    delist_unfinished(writer->tmp);
     if (writer->fd >= 0) close(writer->fd);
     if (writer->folder_fd >= 0) close(writer->folder_fd);
     free(writer->path);
@@ -198,6 +249,7 @@ static bool open_tmp(cg_file_writer *writer, cg_error *error) {
             break;
         close(writer->fd);
     }
+    list_unfinished(writer->tmp);
     return ftruncate(writer->fd, 0) == 0 || fail_errno(error, errno, "write", writer->tmp);
 }
 
@@ -277,6 +329,7 @@ bool cg_file_commit(cg_file_writer *writer, cg_error *error) {
         cg_file_cancel(writer);
         return false;
     }
+    delist_unfinished(writer->tmp);
     /* EINVAL: a file system without fsync of folders (some network and FUSE ones); nothing can be done there.
      */
     if (sync_fd(writer->folder_fd) != 0 && errno != EINVAL)
@@ -291,6 +344,25 @@ void cg_file_cancel(cg_file_writer *writer) {
     if (!writer) return;
     unlink(writer->tmp);
     writer_free(writer);
+}
+
+bool cg_file_can_write(const char *path, cg_error *error) {
+    cg_file_writer *writer = cg_file_begin(path, error);
+    cg_file_cancel(writer);
+    return writer != NULL;
+}
+
+void cg_file_remove_stale(const char *path) {
+    char *tmp = malloc(strlen(path) + sizeof ".tmp");
+    if (!tmp) return;
+    sprintf(tmp, "%s.tmp", path);
+    int fd = open(tmp, O_WRONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    struct stat held, named; /* its lock is held while the name is removed: no writer takes it up meanwhile */
+    if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) == 0 && !fstat(fd, &held) && !lstat(tmp, &named) &&
+        held.st_ino == named.st_ino && held.st_dev == named.st_dev)
+        unlink(tmp);
+    if (fd >= 0) close(fd);
+    free(tmp);
 }
 
 /* Made now or there before. mkdir gives other reasons than EEXIST for a folder that is there, such as EROFS. */
@@ -316,6 +388,29 @@ bool cg_folder_make(const char *path, cg_error *error) {
         *slash = '/';
     }
     ok = ok && make_one(part, error);
+    free(part);
+    return ok;
+}
+
+bool cg_folder_can_make(const char *path, cg_error *error) {
+    char *part = strdup(*path ? path : "");
+    if (!part) return fail_errno(error, ENOMEM, "make the folder", path);
+    struct stat status;
+    bool found = false, ok = *path || fail_errno(error, ENOENT, "make the folder", "\"\"");
+    while (ok && !found) { /* up to the first one that is there */
+        found = stat(part, &status) == 0;
+        if (!found && errno != ENOENT) ok = fail_errno(error, errno, "make the folder", path);
+        if (!ok || found) break;
+        char *slash = strrchr(part, '/');
+        if (!slash)
+            strcpy(part, "."); /* a path has a byte and its 0 */
+        else
+            slash[slash == part] = 0;
+    }
+    if (ok && !S_ISDIR(status.st_mode))
+        ok = fail_path(error, CG_BAD_INPUT, "make the folder", path, "a file of this name is in the way");
+    else if (ok && access(part, W_OK | X_OK) != 0)
+        ok = fail_errno(error, errno, "write to the folder", part);
     free(part);
     return ok;
 }

@@ -10,8 +10,15 @@
 
 #include "core/error.h"
 
+/* CG_FAILED when errno says that the machine refuses, CG_BAD_INPUT when the path is at fault. */
+cg_code cg_errno_code(int number);
+
 /* Read a whole regular file into malloc'd memory with one 0 byte behind it. Refuses more than max_bytes. */
 bool cg_file_read(const char *path, size_t max_bytes, char **data, size_t *bytes, cg_error *error);
+
+/* Can a regular file be read to its end? Asked before a file is mapped whose damage is to be told from a disk
+ * that refuses: a page of a mapping that cannot be read ends the program. */
+bool cg_file_try(const char *path, cg_error *error);
 
 /* Map a whole regular file into read-only memory; an empty file gives NULL and 0 bytes. The sentence comes
  * without the path, for cg_file_fail. */
@@ -38,7 +45,19 @@ bool cg_file_commit(cg_file_writer *writer, cg_error *error); /* frees the write
                                                                  a failed write */
 void cg_file_cancel(cg_file_writer *writer);                  /* removes PATH.tmp; NULL is fine */
 
+/* Could PATH be written now? Asked before long work whose result goes there; nothing is left behind. */
+bool cg_file_can_write(const char *path, cg_error *error);
+
+/* Remove the PATH.tmp of a program that was killed; one that a running program holds stays. */
+void cg_file_remove_stale(const char *path);
+
+/* Remove the PATH.tmp of all files that this program is writing. For a signal handler that ends the program. */
+void cg_file_remove_unfinished(void);
+
 /* Make a folder and its parents. Fine when it is there already. */
 bool cg_folder_make(const char *path, cg_error *error);
+
+/* Could the folder be made now, or be written to if it is there? Nothing is made. */
+bool cg_folder_can_make(const char *path, cg_error *error);
 
 #endif

@@ -3,6 +3,12 @@
 #include <stdio.h>
 #include <string.h>
 
+static size_t put(char *to, unsigned char c) {
+    if (c < 0x20 || c == 0x7f) return (size_t)sprintf(to, "\\x%02x", c);
+    *to = (char)c;
+    return 1;
+}
+
 cg_shown_word cg_shown_bytes(const char *word, size_t bytes) {
     cg_shown_word s;
     size_t n = 0;
@@ -13,13 +19,24 @@ cg_shown_word cg_shown_bytes(const char *word, size_t bytes) {
             snprintf(s.text + n, sizeof s.text - n, "...");
             return s;
         }
-        if (c < 0x20 || c == 0x7f)
-            n += (size_t)sprintf(s.text + n, "\\x%02x", c);
-        else
-            s.text[n++] = (char)c;
+        n += put(s.text + n, c);
     }
     s.text[n] = 0;
     return s;
 }
 
 cg_shown_word cg_shown(const char *word) { return cg_shown_bytes(word, strlen(word)); }
+
+cg_shown_end cg_shown_path(const char *path) {
+    enum { SHOWN = 160 };
+    cg_shown_end s;
+    size_t length = strlen(path), n = 0;
+    if (length > SHOWN) {
+        path += length - SHOWN;
+        while (((unsigned char)*path & 0xc0) == 0x80) path++; /* no part of a letter */
+        n = (size_t)sprintf(s.text, "...");
+    }
+    for (; *path; path++) n += put(s.text + n, (unsigned char)*path);
+    s.text[n] = 0;
+    return s;
+}

@@ -15,4 +15,11 @@ cg_shown_word cg_shown(const char *word);
 /* The same for bytes that no 0 ends. A 0 among them shows as \x00. */
 cg_shown_word cg_shown_bytes(const char *word, size_t bytes);
 
+/* The end of a path, where files differ: "..." and its last 160 bytes, so that a long one leaves room for the
+ * reason. */
+typedef struct cg_shown_end {
+    char text[4 * 160 + 4];
+} cg_shown_end;
+cg_shown_end cg_shown_path(const char *path);
+
 #endif

@@ -88,7 +88,8 @@ const cg_config_entry cg_config_entries[] = {
      .doc = "how index scores reach the backward pass: save, recompute, stream, TERMS or stream+TERMS, where TERMS are OP[,OP...][@SCOPE] joined by ';'"},
     INT(eval_every, 0, INT64_C(1) << 40, "steps between evaluations; 0: only at the end"),
     INT(eval_batches, 1, 1 << 20, "held-out micro-batches per evaluation"),
-    INT(checkpoint_every, 0, INT64_C(1) << 40, "steps between checkpoints; 0: only at the end"),
+    INT(checkpoint_every, 0, INT64_C(1) << 40, "steps between checkpoints; 0: by time alone"),
+    NUM(checkpoint_minutes, 0, 1e6, "minutes between checkpoints, the first behind step 1; 0: none by time"),
 };
 /* clang-format on */
 
@@ -149,6 +150,7 @@ cg_config cg_config_toy(void) {
         .eval_every = 100,
         .eval_batches = 8,
         .checkpoint_every = 0,
+        .checkpoint_minutes = 3,
     };
 }
 

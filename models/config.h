@@ -47,6 +47,7 @@ typedef struct cg_config {
     int64_t indexer_warmup;
     char policy[CG_POLICY_BYTES]; /* for cg_policy_parse */
     int64_t eval_every, eval_batches, checkpoint_every;
+    double checkpoint_minutes;
 } cg_config;
 
 /* The built-in toy: four layers, ratios 0 4 128 4, under a million parameters. */
@@ -70,6 +71,9 @@ bool cg_config_dims(const char *name, cg_config *config);
  * factor 1. Refuses a repeated key, an unknown one (naming the nearest), a wrong type or range, and what
  * cg_config_check refuses. On failure `config` is as before. */
 bool cg_config_load(cg_config *config, const char *path, cg_error *error);
+
+/* The same from a text that ends with a 0; the sentence names no file. */
+bool cg_config_parse(cg_config *config, const char *json, cg_error *error);
 
 /* Override one key from text. Numbers are written as in JSON (0.5, 1e-3, no blanks, no hexadecimal, no plus),
  * true and false as such, lists as 0,4,128 with or without brackets, words without quotes. Keys that depend on

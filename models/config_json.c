@@ -234,25 +234,32 @@ static bool read_object(cg_config *config, const json_t *root, cg_error *error) 
     return cg_config_check_together(config, error);
 }
 
-bool cg_config_load(cg_config *config, const char *path, cg_error *error) {
-    char *json;
-    size_t bytes;
-    if (!cg_file_read(path, 1 << 20, &json, &bytes, error)) return false;
+static bool parse(cg_config *config, const char *json, size_t bytes, cg_error *error) {
     cg_config copy = *config;
-    cg_error own = {0};
     json_error_t problem;
     json_t *root = json_loadb(json, bytes, JSON_REJECT_DUPLICATES | JSON_DECODE_ANY, &problem);
     const char *task = json_string_value(json_object_get(root, "task"));
     for (int i = 0; task && cg_config_tasks[i].name; i++)
         if (!strcmp(task, cg_config_tasks[i].name) && cg_config_tasks[i].value != (int)config->task)
             copy = cg_config_default(cg_config_tasks[i].value);
-    bool fine = root ? read_object(&copy, root, &own) : fail_parse(json, bytes, &problem, &own);
+    bool fine = root ? read_object(&copy, root, error) : fail_parse(json, bytes, &problem, error);
     json_decref(root);
+    if (fine) *config = copy;
+    return fine;
+}
+
+bool cg_config_parse(cg_config *config, const char *json, cg_error *error) {
+    return parse(config, json, strlen(json), error);
+}
+
+bool cg_config_load(cg_config *config, const char *path, cg_error *error) {
+    char *json;
+    size_t bytes;
+    cg_error own = {0};
+    if (!cg_file_read(path, 1 << 20, &json, &bytes, error)) return false;
+    bool fine = parse(config, json, bytes, &own);
     free(json);
-    if (fine) {
-        *config = copy;
-        return true;
-    }
+    if (fine) return true;
     size_t length = strlen(path), skip = length > 120 ? length - 120 : 0; /* the reason must fit too */
     return cg_fail(error, own.code, "%s%s: %s", skip ? "..." : "", path + skip, own.text);
 }

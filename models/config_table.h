@@ -25,7 +25,7 @@ typedef struct cg_config_entry {
     const char *doc;
 } cg_config_entry;
 
-enum { CG_CONFIG_KEYS = 52 };
+enum { CG_CONFIG_KEYS = 53 };
 
 extern const cg_config_entry cg_config_entries[]; /* CG_CONFIG_KEYS of them */
 extern const cg_config_choice cg_config_tasks[];

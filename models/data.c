@@ -10,11 +10,13 @@
 
 #include "core/file.h"
 #include "core/rng.h"
+#include "core/shown.h"
 
 enum {
     BLOCK = 4096,        /* bytes that are held out or trained on together */
     HELD_OUT_SHARE = 16, /* one byte of so many */
     MIN_PIECE = 16,      /* fewer rows at the end of a batch stay empty */
+    MIN_REPEAT = 64,     /* shorter texts may well stand twice */
     MAX_SEGMENTS = 1 << 18,
     DRAW_BITS = 24 /* random draws of one batch and stream */
 };
@@ -49,6 +51,7 @@ struct cg_feed {
     uint64_t seed;
     char *source;
     cg_feed_facts facts;
+    char *skipped;        /* text: what was passed over, in words */
     unsigned char *bytes; /* text: all documents end to end */
     struct part parts[2]; /* to train on, held out */
     recall recall;
@@ -56,14 +59,37 @@ struct cg_feed {
 
 /* ---- collecting documents ------------------------------------------------------------------------------- */
 
+/* Why a file is passed over. */
+enum { EMPTY, NO_TEXT, UNREADABLE, TOO_LARGE, BUILT, N_REASONS };
+
+struct passed_over {
+    int64_t n;
+    char first[sizeof(cg_shown_end) + 80]; /* "name: why" */
+};
+
+/* A file or folder by device and inode, however it is reached. */
+struct identity {
+    dev_t device;
+    ino_t inode;
+    bool used;
+};
+
+struct link {
+    char *path, *name;
+};
+
 struct corpus {
     unsigned char *bytes;
     size_t n_bytes, room;
     struct document *documents;
     int64_t n_documents, documents_room;
-    int64_t n_files;    /* regular files seen */
-    bool own_only;      /* of the first folder only the project's rooms */
-    const char *reason; /* why the last file that was skipped is no text */
+    int64_t n_files; /* regular files seen */
+    struct passed_over passed_over[N_REASONS];
+    struct identity *seen; /* files that were read and folders that were walked: a hash table, never full */
+    size_t n_seen, seen_room;
+    struct link *links; /* met on the way; they are followed behind everything else */
+    size_t n_links, links_room;
+    bool own_only; /* of the first folder only the project's rooms */
 };
 
 static bool fail_memory(cg_error *error) {
@@ -122,17 +148,85 @@ static bool add_document(struct corpus *corpus, const char *name, const char *da
     return true;
 }
 
-static bool read_document(struct corpus *corpus, const char *path, const char *name, cg_error *error) {
+static void pass_over(struct corpus *corpus, int reason, const char *name, const char *why) {
+    struct passed_over *p = &corpus->passed_over[reason];
+    if (p->n++ == 0) snprintf(p->first, sizeof p->first, "%s: %.60s", cg_shown_path(name).text, why);
+}
+
+/* All that was passed over in words, malloc'd: "3 files without text (sub/a.png: it holds a NUL byte), ...". */
+static char *passed_over_text(const struct corpus *corpus) {
+    static const char *const words[N_REASONS] = {"empty", "without text", "unreadable", "too large",
+                                                 "folders of builds"};
+    char *text = NULL;
+    size_t bytes = 0;
+    FILE *stream = open_memstream(&text, &bytes);
+    if (!stream) return NULL;
+    bool some = false;
+    for (int i = 0; i < N_REASONS; i++) {
+        const struct passed_over *p = &corpus->passed_over[i];
+        if (!p->n) continue;
+        fprintf(stream, "%s%lld %s (%s%s)", some ? ", " : "", (long long)p->n, words[i],
+                p->n > 1 ? "the first: " : "", p->first);
+        some = true;
+    }
+    if (fclose(stream) == 0) return text;
+    free(text);
+    return NULL;
+}
+
+/* Add to the seen ones; *seen tells whether it was there before. False when memory is out. */
+static bool see(struct corpus *corpus, const struct stat *status, bool *seen, cg_error *error) {
+    if (2 * corpus->n_seen >= corpus->seen_room) {
+        struct corpus larger = {.seen_room = 4 * corpus->seen_room + 64};
+        larger.seen = calloc(larger.seen_room, sizeof *larger.seen);
+        if (!larger.seen) return fail_memory(error);
+        for (size_t i = 0; i < corpus->seen_room; i++) {
+            const struct identity *old = &corpus->seen[i];
+            struct stat facts = {.st_dev = old->device, .st_ino = old->inode};
+            if (old->used) see(&larger, &facts, seen, error);
+        }
+        free(corpus->seen);
+        corpus->seen = larger.seen;
+        corpus->seen_room = larger.seen_room;
+    }
+    size_t at = ((size_t)status->st_ino * 0x9e3779b97f4a7c15u >> 20) + (size_t)status->st_dev;
+    for (;; at++) {
+        struct identity *one = &corpus->seen[at % corpus->seen_room];
+        *seen = one->used && one->device == status->st_dev && one->inode == status->st_ino;
+        if (*seen) return true;
+        if (one->used) continue;
+        *one = (struct identity){status->st_dev, status->st_ino, true};
+        corpus->n_seen++;
+        return true;
+    }
+}
+
+static bool read_document(struct corpus *corpus, const char *path, const char *name, const struct stat *status,
+                          cg_error *error) {
     char *data;
     size_t bytes;
+    cg_error own = {0};
     corpus->n_files++;
-    if (!cg_file_read(path, max_corpus_bytes, &data, &bytes, error)) return false;
+    if ((uintmax_t)status->st_size > max_corpus_bytes) {
+        char why[64];
+        snprintf(why, sizeof why, "%lld bytes", (long long)status->st_size);
+        pass_over(corpus, TOO_LARGE, name, why);
+        return true;
+    }
+    if (!cg_file_read(path, max_corpus_bytes, &data, &bytes, &own)) {
+        if (own.code == CG_FAILED)
+            return cg_fail(error, own.code, "%s", own.text); /* the machine, not the file */
+        const char *why = strrchr(own.text, ':');
+        pass_over(corpus, UNREADABLE, name, why ? why + 2 : own.text);
+        return true;
+    }
     const char *reason = not_text(data, bytes);
     bool fine = true;
     if (reason)
-        corpus->reason = reason;
+        pass_over(corpus, bytes ? NO_TEXT : EMPTY, name, reason);
     else if (corpus->n_bytes + bytes > max_corpus_bytes)
-        fine = cg_fail(error, CG_BAD_INPUT, "with %s the text has more than %zu bytes", path, max_corpus_bytes);
+        fine = cg_fail(error, CG_BAD_INPUT, "with %s the text has more than %zu bytes",
+                       cg_shown_path(path).text, max_corpus_bytes);
     else
         fine = add_document(corpus, name, data, bytes, error);
     free(data);
@@ -143,8 +237,10 @@ static int by_name(const struct dirent **a, const struct dirent **b) {
     return strcmp((*a)->d_name, (*b)->d_name);
 }
 
-static bool is_skipped_folder(const char *name) {
-    return strcmp(name, ".git") == 0 || strncmp(name, "build", 5) == 0;
+/* What a build leaves: of this project, what its ignore rules name. */
+static bool is_build(const struct corpus *corpus, const char *name) {
+    return corpus->own_only ? strncmp(name, "build", 5) == 0
+                            : strcmp(name, "build") == 0 || strncmp(name, "build-", 6) == 0;
 }
 
 /* The project's own text: its rooms and its front page, not what runs and tests leave beside them. */
@@ -156,11 +252,52 @@ static bool is_own(const char *name) {
     return false;
 }
 
+/* Takes over the two names. */
+static bool add_link(struct corpus *corpus, char *path, char *name, cg_error *error) {
+    if (corpus->n_links == corpus->links_room) {
+        size_t room = 2 * corpus->links_room + 16;
+        struct link *larger = realloc(corpus->links, room * sizeof *larger);
+        if (!larger) {
+            free(path), free(name);
+            return fail_memory(error);
+        }
+        corpus->links = larger;
+        corpus->links_room = room;
+    }
+    corpus->links[corpus->n_links++] = (struct link){path, name};
+    return true;
+}
+
+static bool walk(struct corpus *corpus, const char *path, const char *name, cg_error *error);
+
+/* A file or folder that was reached, through a link or not. What was reached before is not taken again. */
+static bool visit(struct corpus *corpus, const char *path, const char *name, const struct stat *status,
+                  cg_error *error) {
+    bool seen;
+    const char *slash = strrchr(name, '/'), *last = slash ? slash + 1 : name;
+    if (!S_ISDIR(status->st_mode) && !S_ISREG(status->st_mode)) return true;
+    if (S_ISDIR(status->st_mode) && strcmp(last, ".git") == 0) return true;
+    if (S_ISDIR(status->st_mode) && is_build(corpus, last)) {
+        pass_over(corpus, BUILT, name, "taken for the output of a build");
+        return true;
+    }
+    if (!see(corpus, status, &seen, error)) return false;
+    if (seen) return true;
+    return S_ISDIR(status->st_mode) ? walk(corpus, path, name, error)
+                                    : read_document(corpus, path, name, status, error);
+}
+
 /* Read what lies below a folder; `name` is the folder's own name below the first one, "" for that. */
 static bool walk(struct corpus *corpus, const char *path, const char *name, cg_error *error) {
     struct dirent **list;
     int n = scandir(path, &list, NULL, by_name);
-    if (n < 0) return cg_fail(error, CG_BAD_INPUT, "cannot read folder %s: %s", path, strerror(errno));
+    if (n < 0 && *name && cg_errno_code(errno) == CG_BAD_INPUT) {
+        pass_over(corpus, UNREADABLE, name, strerror(errno));
+        return true;
+    }
+    if (n < 0)
+        return cg_fail(error, cg_errno_code(errno), "cannot read folder %s: %s", cg_shown_path(path).text,
+                       strerror(errno));
     bool fine = true;
     for (int i = 0; i < n; i++) {
         const char *entry = list[i]->d_name;
@@ -170,14 +307,16 @@ static bool walk(struct corpus *corpus, const char *path, const char *name, cg_e
             struct stat status;
             if (asprintf(&below, "%s/%s", path, entry) < 0) below = NULL;
             if (asprintf(&entry_name, "%s%s%s", name, *name ? "/" : "", entry) < 0) entry_name = NULL;
-            if (!below || !entry_name)
+            if (!below || !entry_name) {
                 fine = fail_memory(error);
-            else if (lstat(below, &status) != 0)
-                fine = cg_fail(error, CG_BAD_INPUT, "cannot read %s: %s", below, strerror(errno));
-            else if (S_ISDIR(status.st_mode))
-                fine = is_skipped_folder(entry) || walk(corpus, below, entry_name, error);
-            else if (S_ISREG(status.st_mode))
-                fine = read_document(corpus, below, entry_name, error);
+            } else if (lstat(below, &status) != 0) {
+                pass_over(corpus, UNREADABLE, entry_name, strerror(errno));
+            } else if (S_ISLNK(status.st_mode)) {
+                fine = add_link(corpus, below, entry_name, error);
+                below = entry_name = NULL;
+            } else {
+                fine = visit(corpus, below, entry_name, &status, error);
+            }
             free(below), free(entry_name);
         }
         free(list[i]);
@@ -186,25 +325,54 @@ static bool walk(struct corpus *corpus, const char *path, const char *name, cg_e
     return fine;
 }
 
-static bool collect(struct corpus *corpus, const char *path, cg_error *error) {
+/* Behind everything else, so that a text has the name of its file and not that of a link to it; folders that a
+ * link leads to may hold further ones. */
+static bool follow_links(struct corpus *corpus, cg_error *error) {
     struct stat status;
-    if (stat(path, &status) != 0)
-        return cg_fail(error, CG_BAD_INPUT, "cannot read %s: %s", path, strerror(errno));
-    if (S_ISDIR(status.st_mode)) {
-        if (!walk(corpus, path, "", error)) return false;
-        if (corpus->n_documents > 0) return true;
-        return cg_fail(error, CG_BAD_INPUT,
-                       "no text below %s: %lld files, none of them UTF-8 without NUL bytes", path,
-                       (long long)corpus->n_files);
+    for (size_t i = 0; i < corpus->n_links; i++) {
+        const struct link link = corpus->links[i]; /* the list may move */
+        if (stat(link.path, &status) != 0)
+            pass_over(corpus, UNREADABLE, link.name, strerror(errno));
+        else if (!visit(corpus, link.path, link.name, &status, error))
+            return false;
     }
+    return true;
+}
+
+static bool collect(struct corpus *corpus, const char *path, char **skipped, cg_error *error) {
+    struct stat status;
+    bool seen;
+    if (stat(path, &status) != 0)
+        return cg_fail(error, cg_errno_code(errno), "cannot read %s: %s", cg_shown_path(path).text,
+                       strerror(errno));
+    if (S_ISDIR(status.st_mode)) {
+        if (!see(corpus, &status, &seen, error) || !walk(corpus, path, "", error) ||
+            !follow_links(corpus, error))
+            return false;
+        if (!(*skipped = passed_over_text(corpus))) return fail_memory(error);
+        if (corpus->n_documents > 0) return true;
+        return cg_fail(error, CG_BAD_INPUT, "no text below %s: %lld files%s%s", cg_shown_path(path).text,
+                       (long long)corpus->n_files, **skipped ? ", passed over: " : "", *skipped);
+    }
+    /* named itself, so that it is refused rather than passed over */
+    corpus->n_files = 1;
+    char *data;
+    size_t bytes;
     const char *slash = strrchr(path, '/');
-    if (!read_document(corpus, path, slash ? slash + 1 : path, error)) return false;
-    return corpus->n_documents > 0 || cg_fail(error, CG_BAD_INPUT, "%s is no text: %s", path, corpus->reason);
+    if (!cg_file_read(path, max_corpus_bytes, &data, &bytes, error)) return false;
+    const char *reason = not_text(data, bytes);
+    bool fine = reason ? cg_fail(error, CG_BAD_INPUT, "%s is no text: %s", cg_shown_path(path).text, reason)
+                       : add_document(corpus, slash ? slash + 1 : path, data, bytes, error);
+    free(data);
+    return fine;
 }
 
 static void corpus_free(struct corpus *corpus) {
     for (int64_t i = 0; i < corpus->n_documents; i++) free(corpus->documents[i].name);
+    for (size_t i = 0; i < corpus->n_links; i++) free(corpus->links[i].path), free(corpus->links[i].name);
     free(corpus->documents);
+    free(corpus->links);
+    free(corpus->seen);
     free(corpus->bytes);
 }
 
@@ -216,6 +384,8 @@ struct block {
     uint32_t hash;
     bool held_out;
     bool first; /* of its document */
+    const unsigned char *text;
+    uint64_t text_hash;
 };
 
 static int by_hash(const void *a, const void *b) {
@@ -232,6 +402,34 @@ static void choose_held_out(struct block **sorted, int64_t n, int64_t bytes) {
         sorted[i]->held_out = true;
         held_out += sorted[i]->bytes;
     }
+}
+
+static uint64_t fingerprint_add(uint64_t hash, const void *data, size_t bytes) {
+    const unsigned char *c = data;
+    for (size_t i = 0; i < bytes; i++) hash = (hash ^ c[i]) * UINT64_C(0x100000001b3); /* FNV-1a */
+    return hash;
+}
+
+static int by_text(const void *a, const void *b) {
+    const struct block *x = *(struct block *const *)a, *y = *(struct block *const *)b;
+    if (x->bytes != y->bytes) return x->bytes < y->bytes ? -1 : 1;
+    if (x->text_hash != y->text_hash) return x->text_hash < y->text_hash ? -1 : 1;
+    return memcmp(x->text, y->text, (size_t)x->bytes);
+}
+
+/* Bytes of held-out blocks that stand word for word among those to train on: files that are there twice. */
+static int64_t repeated_bytes(struct block **sorted, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        sorted[i]->text_hash = fingerprint_add(0, sorted[i]->text, (size_t)sorted[i]->bytes);
+    qsort(sorted, (size_t)n, sizeof *sorted, by_text);
+    int64_t repeated = 0;
+    for (int64_t i = 0, end; i < n; i = end) {
+        int64_t held_out = 0;
+        for (end = i; end < n && by_text(&sorted[i], &sorted[end]) == 0; end++)
+            held_out += sorted[end]->held_out;
+        if (held_out < end - i && sorted[i]->bytes >= MIN_REPEAT) repeated += held_out * sorted[i]->bytes;
+    }
+    return repeated;
 }
 
 static void add_region(struct part *part, int64_t start, int64_t bytes) {
@@ -266,13 +464,15 @@ static bool divide(cg_feed *feed, const struct corpus *corpus, cg_error *error) 
             blocks[i] = (struct block){.start = document->start + at,
                                        .bytes = left < BLOCK ? left : BLOCK,
                                        .hash = cg_random_u32(0, stream, (uint64_t)(at / BLOCK)),
-                                       .first = at == 0};
+                                       .first = at == 0,
+                                       .text = corpus->bytes + document->start + at};
             sorted[i] = &blocks[i];
         }
     }
     if (fine) {
         choose_held_out(sorted, n, (int64_t)corpus->n_bytes);
         make_regions(blocks, n, feed->parts);
+        feed->facts.repeated_bytes = repeated_bytes(sorted, n);
     }
     free(blocks), free(sorted);
     return fine;
@@ -289,12 +489,6 @@ static double constant_accuracy(const cg_feed *feed) {
     for (int c = 1; c < 256; c++)
         if (counts[0][c] > counts[0][best]) best = c;
     return (double)counts[1][best] / (double)feed->parts[1].bytes;
-}
-
-static uint64_t fingerprint_add(uint64_t hash, const void *data, size_t bytes) {
-    const unsigned char *c = data;
-    for (size_t i = 0; i < bytes; i++) hash = (hash ^ c[i]) * UINT64_C(0x100000001b3); /* FNV-1a */
-    return hash;
 }
 
 static uint64_t fingerprint_numbers(uint64_t hash, const int64_t *numbers, int n) {
@@ -335,6 +529,7 @@ static cg_feed *feed_new(cg_task task, const char *name, const char *source, con
     feed->seed = (uint64_t)config->seed;
     feed->source = copy;
     feed->facts = (cg_feed_facts){.name = name,
+                                  .skipped = "",
                                   .source = copy,
                                   .n_rows = config->batch_size * config->seq_len,
                                   .max_segments = config->batch_size,
@@ -347,6 +542,7 @@ void cg_feed_free(cg_feed *feed) {
     free(feed->parts[0].regions), free(feed->parts[1].regions);
     free(feed->bytes);
     free(feed->source);
+    free(feed->skipped);
     free(feed);
 }
 
@@ -358,6 +554,7 @@ static bool text_facts(cg_feed *feed, const struct corpus *corpus, cg_error *err
     facts->documents = corpus->n_documents;
     facts->bytes = (int64_t)corpus->n_bytes;
     facts->skipped_files = corpus->n_files - corpus->n_documents;
+    facts->skipped = feed->skipped ? feed->skipped : "";
     facts->train_bytes = train->bytes;
     facts->held_out_bytes = held_out->bytes;
     if (train->bytes < feed->seq_len || held_out->bytes < 2)
@@ -365,8 +562,8 @@ static bool text_facts(cg_feed *feed, const struct corpus *corpus, cg_error *err
             error, CG_BAD_INPUT,
             "%s is too short: of %lld bytes in %lld files, cut into blocks of %d, %lld are left to train on "
             "(at least seq_len = %lld are needed) and %lld are held out (at least 2)",
-            feed->source, (long long)facts->bytes, (long long)facts->documents, BLOCK, (long long)train->bytes,
-            (long long)feed->seq_len, (long long)held_out->bytes);
+            cg_shown_path(feed->source).text, (long long)facts->bytes, (long long)facts->documents, BLOCK,
+            (long long)train->bytes, (long long)feed->seq_len, (long long)held_out->bytes);
     int64_t both[2];
     for (int p = 0; p < 2; p++) both[p] = segments_for(&feed->parts[p], facts->n_rows, feed->seq_len);
     facts->max_segments = both[0] > both[1] ? both[0] : both[1];
@@ -399,7 +596,7 @@ cg_feed *cg_feed_text(const char *path, const cg_config *config, cg_error *error
     }
     struct corpus corpus = {.own_only = own_only};
     cg_feed *feed = feed_new(CG_TASK_TEXT, "text", path, config, error);
-    bool fine = feed && collect(&corpus, path, error) && divide(feed, &corpus, error);
+    bool fine = feed && collect(&corpus, path, &feed->skipped, error) && divide(feed, &corpus, error);
     if (fine) {
         feed->bytes = corpus.bytes; /* taken over */
         corpus.bytes = NULL;

@@ -38,7 +38,9 @@ typedef struct cg_feed_facts {
     uint64_t fingerprint; /* of the data and of how it is cut: a resumed run must find the same */
     /* text */
     int64_t documents, bytes, train_bytes, held_out_bytes; /* parts: bytes in regions that can be used */
-    int64_t skipped_files;                                 /* not text, or empty */
+    int64_t skipped_files;  /* regular ones: no text, empty, unreadable, too large */
+    const char *skipped;    /* in words, links that lead nowhere and folders included; "" when nothing was */
+    int64_t repeated_bytes; /* held out, but to be found word for word in the training part too */
     /* recall, per sequence */
     int64_t n_pairs, n_queries;
     int64_t reach;        /* tokens that the stacked windows see back */
@@ -56,10 +58,12 @@ typedef struct cg_batch {
     int32_t *scratch;
 } cg_batch;
 
-/* A feed over a file, or over all text files below a folder: sorted by name, symbolic links not followed,
- * without folders named .git or build*, without files that hold a NUL byte or are not UTF-8. NULL as path: the
- * sources and documents of this project. Refuses a path that cannot be read, one without text, and a text too
- * short to be divided. */
+/* A feed over a file, or over all text files below a folder, sorted by name; then those that symbolic links
+ * lead to, each file and folder once, so that no cycle is walked. Folders named .git are left out. Passed over,
+ * and told in the facts: files that hold a NUL byte, are empty or not UTF-8, cannot be read or have more than 1
+ * GiB; folders named build or build-*. NULL as path: the sources and documents of this project. Refuses a path
+ * that cannot be read, a file named itself that is no text, a folder without any, more than 1 GiB in all, and a
+ * text too short to be divided. */
 cg_feed *cg_feed_text(const char *path, const cg_config *config, cg_error *error);
 
 /* Generated recall sequences. Refuses a vocabulary or a seq_len too small, and more pairs than keys. */

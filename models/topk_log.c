@@ -99,13 +99,13 @@ static bool check_whole(const char *path, const recording *r, const char *texts[
     const cg_tensor *topk = cg_safetensors_find(r->file, "topk");
     if (!complete || strcmp(texts[FORMAT], format_name) || !topk || cg_safetensors_count(r->file) != 1)
         return cg_fail(error, CG_BAD_INPUT,
-                       "%s is not a recording of selections (of format \"%s\", with one tensor topk)", path,
-                       format_name);
+                       "%s is not a recording of selections (of format \"%s\", with one tensor topk)",
+                       cg_shown_path(path).text, format_name);
     char got[9];
     checksum_text(crc_of_data(0, topk->data, (size_t)cg_tensor_bytes(topk->dtype, &topk->shape)), texts, got);
     return !strcmp(got, want) ||
-           cg_fail(error, CG_BAD_INPUT, "%s is damaged: its content has checksum %s, expected %s", path, got,
-                   cg_shown(want).text);
+           cg_fail(error, CG_BAD_INPUT, "%s is damaged: its content has checksum %s, expected %s",
+                   cg_shown_path(path).text, got, cg_shown(want).text);
 }
 
 /* A whole recording of the run that `id` tells of. */
@@ -114,8 +114,8 @@ static bool open_recording(const char *path, const identity *id, recording *r, c
     if (!(r->file = cg_safetensors_open(path, error)) || !check_whole(path, r, texts, error)) return false;
     for (int k = DATA; k < FIRST_STEP; k++)
         if (strcmp(texts[k], id->texts[k]))
-            return cg_fail(error, CG_BAD_INPUT, "%s was recorded with %s %s, this run has %s", path, keys[k],
-                           cg_shown(texts[k]).text, id->texts[k]);
+            return cg_fail(error, CG_BAD_INPUT, "%s was recorded with %s %s, this run has %s",
+                           cg_shown_path(path).text, keys[k], cg_shown(texts[k]).text, id->texts[k]);
     const cg_tensor *topk = cg_safetensors_find(r->file, "topk");
     const int64_t *dims = topk->shape.dims;
     char shape[160];
@@ -124,14 +124,15 @@ static bool open_recording(const char *path, const identity *id, recording *r, c
         return cg_fail(error, CG_BAD_INPUT,
                        "%s: topk is %s %s, expected i32 [%" PRId64 " * steps, %" PRId64 ", %" PRId64
                        ", %" PRId64 "] (micro-batches, CSA layers, rows, index_topk)",
-                       path, cg_dtype_name(topk->dtype), cg_shape_text(&topk->shape, shape, sizeof shape),
-                       id->accumulate, id->n_layers, id->n_rows, id->topk);
+                       cg_shown_path(path).text, cg_dtype_name(topk->dtype),
+                       cg_shape_text(&topk->shape, shape, sizeof shape), id->accumulate, id->n_layers,
+                       id->n_rows, id->topk);
     char *end;
     errno = 0;
     r->first_step = strtoll(texts[FIRST_STEP], &end, 10);
     if (errno || *end || r->first_step < 1 || r->first_step > INT64_MAX / 2)
-        return cg_fail(error, CG_BAD_INPUT, "%s: first_step is \"%s\", expected a number from 1", path,
-                       cg_shown(texts[FIRST_STEP]).text);
+        return cg_fail(error, CG_BAD_INPUT, "%s: first_step is \"%s\", expected a number from 1",
+                       cg_shown_path(path).text, cg_shown(texts[FIRST_STEP]).text);
     r->topk = topk->data;
     r->n_steps = dims[0] / id->accumulate;
     return true;
@@ -141,7 +142,7 @@ static bool open_recording(const char *path, const identity *id, recording *r, c
  */
 static bool lock(int fd, int how, const char *path, cg_error *error) {
     if (flock(fd, how | LOCK_NB) == 0 || errno != EWOULDBLOCK) return true;
-    return cg_fail(error, CG_BAD_INPUT, "%s is in use: another run records to it%s", path,
+    return cg_fail(error, CG_BAD_INPUT, "%s is in use: another run records to it%s", cg_shown_path(path).text,
                    how == LOCK_EX ? " or replays it" : "");
 }
 
@@ -233,7 +234,7 @@ static bool open_reader(cg_topk_reader *reader, const char *path, const cg_confi
         return cg_fail(error, CG_BAD_INPUT,
                        "%s holds the selections of %" PRId64 " steps from step %" PRId64
                        " on, this run needs those of the steps %" PRId64 " to %" PRId64,
-                       path, r->n_steps, r->first_step, first, last);
+                       cg_shown_path(path).text, r->n_steps, r->first_step, first, last);
     return check_steps(reader, path, feed, first, last, error);
 }
 
@@ -241,7 +242,7 @@ cg_topk_reader *cg_topk_reader_new(const char *path, const cg_config *config, co
                                    int64_t first, int64_t last, cg_error *error) {
     cg_topk_reader *reader = calloc(1, sizeof *reader);
     if (!reader) {
-        cg_fail(error, CG_FAILED, "out of memory while %s is opened", path);
+        cg_fail(error, CG_FAILED, "out of memory while %s is opened", cg_shown_path(path).text);
         return NULL;
     }
     reader->lock = -1;
@@ -284,7 +285,8 @@ static off_t end_of(const cg_topk_writer *writer, int64_t n_steps) {
 }
 
 static bool fail_writing(const cg_topk_writer *writer, int number, cg_error *error) {
-    return cg_fail(error, CG_FAILED, "%s cannot be written: %s", writer->path, strerror(number));
+    return cg_fail(error, CG_FAILED, "%s cannot be written: %s", cg_shown_path(writer->path).text,
+                   strerror(number));
 }
 
 static bool write_at(const cg_topk_writer *writer, const void *data, size_t bytes, off_t at, cg_error *error) {
@@ -323,20 +325,34 @@ static bool cut(cg_topk_writer *writer, cg_error *error) {
     return writer->cut || fail_writing(writer, errno, error);
 }
 
+/* Where the data ends by the head of a recording of ours, counted from HEAD_BYTES; -1: it is none. */
+static int64_t headed_bytes(int fd) {
+    char head[HEAD_BYTES];
+    const char *format = NULL;
+    json_int_t begin, end = -1;
+    if (pread(fd, head, sizeof head, 0) != sizeof head) return -1;
+    json_t *header = json_loadb(head + 8, sizeof head - 8, 0, NULL);
+    if (json_unpack(header, "{s:{s:s}, s:{s:[I, I]}}", "__metadata__", keys[FORMAT], &format, "topk",
+                    "data_offsets", &begin, &end) ||
+        strcmp(format, format_name))
+        end = -1;
+    json_decref(header);
+    return end;
+}
+
 /* What a killed program left behind the tensor of a recording. Anything else is left to the checks behind this. */
 static void cut_torn_step(const cg_topk_writer *writer) {
-    char head[HEAD_BYTES];
     struct stat facts;
-    if (pread(writer->fd, head, sizeof head, 0) != sizeof head || fstat(writer->fd, &facts)) return;
-    json_t *header = json_loadb(head + 8, sizeof head - 8, 0, NULL);
-    const char *format = NULL;
-    json_int_t begin, end;
-    if (!json_unpack(header, "{s:{s:s}, s:{s:[I, I]}}", "__metadata__", keys[FORMAT], &format, "topk",
-                     "data_offsets", &begin, &end) &&
-        !strcmp(format, format_name) && end >= 0 && end < facts.st_size - HEAD_BYTES &&
+    int64_t end = headed_bytes(writer->fd);
+    if (end >= 0 && !fstat(writer->fd, &facts) && end < facts.st_size - HEAD_BYTES &&
         ftruncate(writer->fd, HEAD_BYTES + (off_t)end)) { /* then the file is refused for these bytes */
     }
-    json_decref(header);
+}
+
+/* Nothing is lost with it: what a program leaves that is killed before its first step. */
+static bool is_blank(int fd) {
+    struct stat facts;
+    return !fstat(fd, &facts) && S_ISREG(facts.st_mode) && (facts.st_size == 0 || headed_bytes(fd) == 0);
 }
 
 /* Take over what PATH holds of the steps before `next`. */
@@ -350,13 +366,13 @@ static bool go_on_with(cg_topk_writer *writer, int64_t next, cg_error *error) {
         ok = cg_fail(
             error, CG_BAD_INPUT,
             "%s can be replayed, but a recording cannot go on in it: its data does not begin at byte %d",
-            writer->path, HEAD_BYTES);
+            cg_shown_path(writer->path).text, HEAD_BYTES);
     if (ok && r.n_steps == 0) r.first_step = next;
     if (ok && (next < r.first_step || next > r.first_step + r.n_steps))
         ok = cg_fail(error, CG_BAD_INPUT,
                      "%s holds the selections of %" PRId64 " steps from step %" PRId64
                      " on: it cannot go on at step %" PRId64,
-                     writer->path, r.n_steps, r.first_step, next);
+                     cg_shown_path(writer->path).text, r.n_steps, r.first_step, next);
     if (ok) {
         writer->n_steps = next - r.first_step;
         writer->crc = crc_of_data(0, r.topk, (size_t)writer->n_steps * step_bytes(id));
@@ -370,7 +386,7 @@ static bool make_folder_of(const char *path, cg_error *error) {
     char *folder = strdup(path), *slash = folder ? strrchr(folder, '/') : NULL;
     if (slash) *slash = 0;
     bool ok = folder ? !slash || slash == folder || cg_folder_make(folder, error)
-                     : cg_fail(error, CG_FAILED, "out of memory while %s is made", path);
+                     : cg_fail(error, CG_FAILED, "out of memory while %s is made", cg_shown_path(path).text);
     free(folder);
     return ok;
 }
@@ -385,16 +401,24 @@ static bool open_writer(cg_topk_writer *writer, const char *path, const cg_confi
     if (!writer->path || !writer->slots)
         return cg_fail(error, CG_FAILED, "out of memory for the selections of a step");
     if (access(path, F_OK) == 0) {
-        if (!go_on)
-            return cg_fail(error, CG_BAD_INPUT, "%s is there already: name another file to record to", path);
         writer->fd = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
-        if (writer->fd < 0)
-            return cg_fail(error, CG_BAD_INPUT, "%s cannot be opened: %s", path, strerror(errno));
-        return lock(writer->fd, LOCK_EX, path, error) && go_on_with(writer, next, error);
+        if (writer->fd < 0 && go_on)
+            return cg_fail(error, cg_errno_code(errno), "%s cannot be opened: %s", cg_shown_path(path).text,
+                           strerror(errno));
+        if (writer->fd >= 0 && (go_on || is_blank(writer->fd))) {
+            if (!lock(writer->fd, LOCK_EX, path, error)) return false;
+            if (!is_blank(writer->fd)) return go_on_with(writer, next, error);
+            writer->created = true;
+            return write_head(writer, 0, writer->crc, error);
+        }
+        return cg_fail(error, CG_BAD_INPUT, "%s is there already: name another file to record to",
+                       cg_shown_path(path).text);
     }
     if (!make_folder_of(path, error)) return false;
     writer->fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    if (writer->fd < 0) return cg_fail(error, CG_BAD_INPUT, "%s cannot be made: %s", path, strerror(errno));
+    if (writer->fd < 0)
+        return cg_fail(error, cg_errno_code(errno), "%s cannot be made: %s", cg_shown_path(path).text,
+                       strerror(errno));
     writer->created = writer->cut = true;
     return lock(writer->fd, LOCK_EX, path, error) && write_head(writer, 0, writer->crc, error);
 }

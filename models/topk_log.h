@@ -38,10 +38,11 @@ void cg_topk_reader_free(cg_topk_reader *reader); /* NULL is fine */
 void cg_topk_reader_get(const cg_topk_reader *reader, int64_t step, int64_t micro_batch, int layer,
                         int32_t *topk);
 
-/* Record from the step `next` on: a new file, with its folder. With go_on, PATH may hold a recording of the same run
- * that reaches at least to the step before: it goes on, and what it holds from `next` on is dropped when the first step
- * comes. Refused, with nothing changed: a file that is there (without go_on), that is another run's or damaged, or that
- * ends too early; a run that chooses nothing; a file that another run reads or writes. */
+/* Record from the step `next` on: a new file, with its folder; one that is there and empty, or of no step, is
+ * taken for new. With go_on, PATH may hold a recording of the same run that reaches at least to the step
+ * before: it goes on, and what it holds from `next` on is dropped when the first step comes. Refused, with
+ * nothing changed: a file that is there (without go_on), that is another run's or damaged, or that ends too
+ * early; a run that chooses nothing; a file that another run reads or writes. */
 cg_topk_writer *cg_topk_writer_new(const char *path, const cg_config *config, const cg_feed *feed, int64_t next,
                                    bool go_on, cg_error *error);
 

@@ -25,6 +25,8 @@ struct cg_trainer {
     cg_step step;
     cg_exec *exec;
     bool warming; /* what `step` was built for */
+    const volatile sig_atomic_t *stop;
+    bool stopped;
     int64_t steps_done;
     int64_t resident_before; /* bytes of the process just before the arena was made; -1: unknown */
     int64_t process_growth;  /* from there to the first step's peak; -1: no step yet, or unknown */
@@ -35,9 +37,15 @@ static int64_t warmup_steps(const cg_config *config) {
     return config->indexer_loss_coeff != 0 ? config->indexer_warmup : 0;
 }
 
-static bool is_warming(const cg_trainer *trainer) {
-    return trainer->steps_done < warmup_steps(&trainer->config);
+/* Does the warm-up hold behind that many steps? */
+static bool warms_behind(const cg_trainer *trainer, int64_t steps) {
+    return steps < warmup_steps(&trainer->config);
 }
+
+static bool is_warming(const cg_trainer *trainer) { return warms_behind(trainer, trainer->steps_done); }
+
+/* Not told to stop. */
+static bool goes_on(cg_trainer *trainer) { return !(trainer->stopped = trainer->stop && *trainer->stop); }
 
 /* ---- state: parameters and moments by name, as views on the executor's memory or as copies ---- */
 
@@ -118,9 +126,9 @@ static cg_step_options step_options(const cg_trainer *trainer, bool warming) {
                              .plan = {.backend = trainer->backend, .keep_cloned_originals = trainer->verifies}};
 }
 
-/* Build the step for the phase at hand. Parameters and moments, if there are any yet, move over through a copy:
+/* Build the step for a phase. Parameters and moments, if there are any yet, move over through a copy:
  * two arenas at once would be the peak of the whole run. */
-static bool build_step(cg_trainer *trainer, cg_error *error) {
+static bool build_step(cg_trainer *trainer, bool warming, cg_error *error) {
     state old = {0};
     if (trainer->exec) {
         if (!state_of(&trainer->step, trainer->exec, true, &old, error)) return false;
@@ -128,7 +136,7 @@ static bool build_step(cg_trainer *trainer, cg_error *error) {
         trainer->exec = NULL;
         cg_step_free(&trainer->step);
     }
-    trainer->warming = is_warming(trainer);
+    trainer->warming = warming;
     cg_step_options options = step_options(trainer, trainer->warming);
     bool ok = cg_step_build(&trainer->step, &trainer->config, &options, error);
     trainer->process_growth = -1;
@@ -183,7 +191,7 @@ static bool open_topk(cg_trainer *trainer, const cg_trainer_options *options, cg
         return cg_fail(error, CG_FAILED, "out of memory for a selection");
     return !trainer->records ||
            (trainer->record = cg_topk_writer_new(options->record_topk, c, trainer->feed, next,
-                                                 options->checkpoint != NULL, error)) != NULL;
+                                                 options->checkpoint || options->record_anew, error)) != NULL;
 }
 
 /* In the step at hand, or in those behind the warm-up. */
@@ -200,11 +208,14 @@ static bool start(cg_trainer *trainer, const cg_trainer_options *options, cg_err
     const cg_config *c = &trainer->config;
     for (int64_t i = 0; i < c->accumulate; i++)
         if (!(trainer->batches[i] = cg_batch_new(trainer->feed, error))) return false;
-    if (!build_step(trainer, error)) return false;
+    if (!build_step(trainer, is_warming(trainer), error)) return false;
     if (trainer->verifies && !has_clones(trainer, error))
         return cg_fail(error, CG_BAD_INPUT, "there is no recompute to verify: policy %s computes nothing again",
                        c->policy);
     if (options->checkpoint && !load(trainer, options->checkpoint, error)) return false;
+    /* The graph of the last step taken: if no other follows, reports are about that. */
+    bool warmed = warms_behind(trainer, trainer->steps_done > 0 ? trainer->steps_done - 1 : 0);
+    if (trainer->warming != warmed && !build_step(trainer, warmed, error)) return false;
     return open_topk(trainer, options, error);
 }
 
@@ -223,6 +234,7 @@ cg_trainer *cg_trainer_new(const cg_config *config, const cg_feed *feed, const c
     trainer->replays = options->replay_topk != NULL;
     trainer->verifies = options->verify_recompute;
     trainer->backend = options->backend;
+    trainer->stop = options->stop;
     trainer->batches = calloc((size_t)config->accumulate, sizeof *trainer->batches);
     if (!trainer->batches)
         cg_fail(error, CG_FAILED, "out of memory for a trainer");
@@ -246,6 +258,8 @@ void cg_trainer_free(cg_trainer *trainer) {
 }
 
 int64_t cg_trainer_steps(const cg_trainer *trainer) { return trainer->steps_done; }
+
+bool cg_trainer_stopped(const cg_trainer *trainer) { return trainer->stopped; }
 
 const cg_step *cg_trainer_graph(const cg_trainer *trainer) { return &trainer->step; }
 
@@ -290,6 +304,7 @@ static bool run_micro_batches(cg_trainer *trainer, cg_metrics *metrics, cg_error
     const cg_step *step = &trainer->step;
     int64_t n_targets = 0, n_real = 0, n_micro = trainer->config.accumulate;
     for (int64_t i = 0; i < n_micro; i++) {
+        if (!goes_on(trainer)) return false;
         cg_feed_batch(trainer->feed, false, (uint64_t)(trainer->steps_done * n_micro + i), trainer->batches[i]);
         n_targets += trainer->batches[i]->n_targets;
         n_real += trainer->batches[i]->n_real;
@@ -298,6 +313,7 @@ static bool run_micro_batches(cg_trainer *trainer, cg_metrics *metrics, cg_error
     write_scalar(trainer->exec, step->model->lm_scale, 0, n_targets ? 1 / (double)n_targets : 0);
     write_scalar(trainer->exec, step->model->row_scale, 0, n_real ? 1 / (double)n_real : 0);
     for (int64_t i = 0; i < n_micro; i++) {
+        if (!goes_on(trainer)) return false;
         write_batch(trainer->exec, step->model, trainer->batches[i]);
         replay_selections(trainer, i);
         write_scalar(trainer->exec, step->keep, 0, i > 0);
@@ -333,7 +349,9 @@ static bool update_parameters(cg_trainer *trainer, cg_metrics *metrics, cg_error
 }
 
 bool cg_trainer_step(cg_trainer *trainer, cg_metrics *metrics, cg_error *error) {
-    if (trainer->warming != is_warming(trainer) && !build_step(trainer, error)) return false;
+    trainer->stopped = false;
+    if (trainer->warming != is_warming(trainer) && !build_step(trainer, is_warming(trainer), error))
+        return false;
     bool first = trainer->process_growth < 0;
     int64_t mark = first ? cg_process_peak_bytes() : -1;
     double start = now_s();
@@ -344,7 +362,8 @@ bool cg_trainer_step(cg_trainer *trainer, cg_metrics *metrics, cg_error *error) 
     cg_error refused = {0};
     if (!run_micro_batches(trainer, metrics, &refused) || !update_parameters(trainer, metrics, &refused))
         /* whatever an op says of its input: here numbers went astray, the user's input is fine */
-        return cg_fail(error, CG_FAILED, "step %lld: %s; parameters are as before this step",
+        return !trainer->stopped &&
+               cg_fail(error, CG_FAILED, "step %lld: %s; parameters are as before this step",
                        (long long)metrics->step, refused.text);
     metrics->measured_peak_bytes = cg_trainer_measured_bytes(trainer);
     trainer->steps_done++;
@@ -432,7 +451,7 @@ static void indexer_means(const double *sums, int layer, cg_indexer_state *s) {
     s->captured = s->kl_uniform > 0 ? 1 - s->kl / s->kl_uniform : 0;
 }
 
-static bool eval_run_all(const cg_trainer *trainer, eval_run *run, cg_evaluation *e, cg_error *error) {
+static bool eval_run_all(cg_trainer *trainer, eval_run *run, cg_evaluation *e, cg_error *error) {
     const cg_feed_facts *facts = cg_feed_facts_of(trainer->feed);
     double(*sums)[CG_HEALTH_FIELDS] = calloc(CG_MAX_LAYERS, sizeof *sums);
     if (!sums) return cg_fail(error, CG_FAILED, "out of memory for an evaluation");
@@ -441,6 +460,7 @@ static bool eval_run_all(const cg_trainer *trainer, eval_run *run, cg_evaluation
     bool ok = true;
     write_scalar(run->exec, run->model->lm_scale, 0, 1); /* sums over targets; divided once, below */
     for (int64_t i = 0; ok && i < trainer->config.eval_batches; i++) {
+        if (!(ok = goes_on(trainer))) break;
         cg_feed_batch(trainer->feed, true, (uint64_t)i, run->batch);
         write_batch(run->exec, run->model, run->batch);
         if (!(ok = cg_exec_run(run->exec, CG_ALL_PASSES, error))) break;
@@ -473,6 +493,7 @@ static bool eval_run_all(const cg_trainer *trainer, eval_run *run, cg_evaluation
 
 bool cg_trainer_evaluate(cg_trainer *trainer, cg_evaluation *evaluation, cg_error *error) {
     *evaluation = (cg_evaluation){0};
+    trainer->stopped = false;
     eval_run run = {0};
     bool ok = eval_build(trainer, &run, error) && eval_run_all(trainer, &run, evaluation, error);
     eval_free(&run);

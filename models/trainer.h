@@ -5,6 +5,8 @@
 #include "models/data.h"
 #include "models/step.h"
 
+#include <signal.h>
+
 typedef struct cg_metrics {
     int64_t step;        /* counted from 1 */
     double lm_loss;      /* nats per target */
@@ -46,10 +48,15 @@ typedef struct cg_trainer_options {
      * recording goes on. Replay: CSA layers take the recorded selections, nothing is chosen. Both are for the steps
      * behind the indexer's warm-up; evaluations choose for themselves. NULL: neither. */
     const char *record_topk, *replay_topk;
+    /* The recording is what a run left that was killed before its first checkpoint: it is begun anew. */
+    bool record_anew;
     /* Compare every clone with its original, bit for bit: the first that differs fails the step, with scope and op.
      * Originals live until their last clone has run, so the peak is near that of keeping them, plus the clones. */
     bool verify_recompute;
     const cg_backend *backend; /* where steps and evaluations run; it must outlive the trainer. NULL: the CPU */
+    /* Not 0, as a signal may make it: a step or an evaluation gives up before its next micro-batch. NULL: none
+     * does. */
+    const volatile sig_atomic_t *stop;
 } cg_trainer_options;
 
 /* Start a run of a checked config; options may be NULL. The feed must outlive the trainer. Whatever can be wrong with
@@ -69,10 +76,15 @@ bool cg_trainer_step(cg_trainer *trainer, cg_metrics *metrics, cg_error *error);
 /* Loss, accuracy and indexer health on the first eval_batches held-out batches, with the sparse attention. */
 bool cg_trainer_evaluate(cg_trainer *trainer, cg_evaluation *evaluation, cg_error *error);
 
+/* Did the last step or evaluation return false because it was told to stop? It then sets no error, and leaves
+ * everything as it was before it. */
+bool cg_trainer_stopped(const cg_trainer *trainer);
+
 /* Write a checkpoint; a recording reaches the disk before it. */
 bool cg_trainer_save(const cg_trainer *trainer, const char *path, cg_error *error);
 
-/* The step at hand, for reports: its graph and plan, and the peak its executor measured so far. */
+/* The last step taken, or the first, for reports: its graph and plan, and the peak its executor measured so
+ * far. */
 int64_t cg_trainer_measured_bytes(const cg_trainer *trainer);
 const cg_step *cg_trainer_graph(const cg_trainer *trainer);
 

@@ -265,6 +265,76 @@ START_TEST(stale_tmp_is_overwritten) {
 }
 END_TEST
 
+/* What a killed program left goes, what a program is writing stays. */
+/* Asked before the work, without a trace. */
+START_TEST(what_could_be_written) {
+    put(at("f"), "old", 3);
+    ck_assert(cg_file_can_write(at("f"), NULL) && cg_file_can_write(at("new"), NULL));
+    ck_assert(!cg_file_can_write(at("absent/f"), NULL) && !cg_file_can_write(folder, NULL));
+    ck_assert(cg_folder_can_make(folder, NULL) && cg_folder_can_make(at("a/b/c"), NULL));
+    ck_assert(cg_folder_can_make("a/b", NULL) && cg_folder_can_make("a", NULL));
+    ck_assert(cg_folder_can_make("/no/such/folder", NULL) == (access("/", W_OK) == 0));
+    cg_error error = {0};
+    ck_assert(!cg_folder_can_make(at("f"), &error));
+    expect_error(&error, CG_BAD_INPUT, "/f", "a file of this name is in the way");
+    ck_assert(!cg_folder_can_make(at("f/below"), NULL) && !cg_folder_can_make("", NULL));
+    ck_assert_int_eq(n_entries(), 1);
+    expect_content(at("f"), "old", 3);
+}
+END_TEST
+
+START_TEST(control_characters_are_escaped) {
+    cg_error error = {0};
+    cg_fail(&error, CG_BAD_INPUT, "%s is no path", "a\nb\x1b[2J\x7f\xc2\x9b\xc2\xa0\xc3\xa9");
+    ck_assert_str_eq(error.text, "a\\x0ab\\x1b[2J\\x7f\\xc2\\x9b\xc2\xa0\xc3\xa9 is no path");
+    cg_error_at(&error, "--out\t");
+    ck_assert_ptr_nonnull(strstr(error.text, "--out\\x09: a\\x0ab"));
+    char many[CG_ERROR_TEXT];
+    memset(many, 1, sizeof many - 1);
+    many[sizeof many - 1] = 0;
+    error = (cg_error){0};
+    cg_fail(&error, CG_BAD_INPUT, "%s", many);
+    ck_assert_int_lt(strlen(error.text), CG_ERROR_TEXT);
+    ck_assert_int_gt(strlen(error.text), CG_ERROR_TEXT - 8);
+}
+END_TEST
+
+START_TEST(stale_tmp_is_removed) {
+    put(at("f.tmp"), "half", 4);
+    put(at("f"), "whole", 5);
+    cg_file_writer *writer = cg_file_begin(at("g"), NULL);
+    ck_assert_ptr_nonnull(writer);
+    cg_file_remove_stale(at("f"));
+    cg_file_remove_stale(at("g"));
+    cg_file_remove_stale(at("absent"));
+    ck_assert_int_eq(access(at("f.tmp"), F_OK), -1);
+    ck_assert_int_eq(access(at("g.tmp"), F_OK), 0);
+    expect_content(at("f"), "whole", 5);
+    ck_assert(cg_file_commit(writer, NULL));
+    ck_assert_int_eq(n_entries(), 2);
+}
+END_TEST
+
+/* What a signal handler removes: all that is being written, and nothing that was written before. */
+START_TEST(unfinished_files_are_removed) {
+    ck_assert(write_whole(at("done"), "x", 1, NULL));
+    cg_file_cancel(cg_file_begin(at("cancelled"), NULL));
+    put(at("done.tmp"), "another's", 9);
+    put(at("cancelled.tmp"), "another's", 9);
+    cg_file_writer *writers[20];
+    for (int i = 0; i < 20; i++) {
+        char name[8];
+        snprintf(name, sizeof name, "w%d", i);
+        ck_assert_ptr_nonnull(writers[i] = cg_file_begin(at(name), NULL));
+    }
+    ck_assert_int_eq(n_entries(), 23);
+    cg_file_remove_unfinished();
+    ck_assert_int_eq(n_entries(), 23 - 16);
+    for (int i = 0; i < 20; i++) cg_file_cancel(writers[i]);
+    ck_assert_int_eq(n_entries(), 3);
+}
+END_TEST
+
 START_TEST(two_writers_do_not_mix) {
     cg_error error = {0};
     cg_file_writer *first = cg_file_begin(at("f"), &error);
@@ -465,6 +535,10 @@ int main(void) {
     tcase_add_test(write, write_in_the_current_folder);
     tcase_add_test(write, cancel_leaves_nothing);
     tcase_add_test(write, stale_tmp_is_overwritten);
+    tcase_add_test(write, stale_tmp_is_removed);
+    tcase_add_test(write, what_could_be_written);
+    tcase_add_test(write, control_characters_are_escaped);
+    tcase_add_test(write, unfinished_files_are_removed);
     tcase_add_test(write, two_writers_do_not_mix);
     tcase_add_test(write, permissions_are_kept);
     tcase_add_test(write, links_are_followed);

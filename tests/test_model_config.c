@@ -154,6 +154,7 @@ START_TEST(json_loads_back_equal) {
         {"eval_every", "0"},
         {"eval_batches", "1"},
         {"checkpoint_every", "50"},
+        {"checkpoint_minutes", "0.5"},
         {"decay_steps", "900"},
     };
     int n_keys = 0;

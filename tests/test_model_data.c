@@ -350,6 +350,100 @@ START_TEST(folders_are_walked) {
 }
 END_TEST
 
+/* One file that is of no use neither ends a run nor vanishes unsaid. */
+START_TEST(useless_files_are_passed_over) {
+    ck_assert_int_eq(mkdir(at("building"), 0777), 0);
+    ck_assert_int_eq(mkdir(at("builds"), 0777), 0);
+    ck_assert_int_eq(mkdir(at("build"), 0777), 0);
+    put_numbers("building/site", 0, 1000);
+    put_numbers("builds/two", 1000, 1000);
+    put_numbers("build/no", 0, 1000);
+    put("a.png", "PNG\0", 4);
+    put("b.png", "PNG\0", 4);
+    put("latin", "caf\xe9", 4);
+    put("empty", "", 0);
+    put("large", "", 0);
+    ck_assert_int_eq(truncate(at("large"), ((off_t)1 << 30) + 1), 0);
+    ck_assert_int_eq(symlink("nowhere", at("dangling")), 0);
+    cg_config config = small();
+    cg_feed *feed = text(folder, &config);
+    const cg_feed_facts *facts = cg_feed_facts_of(feed);
+    ck_assert_int_eq(facts->documents, 2);
+    ck_assert_int_eq(facts->skipped_files, 5);
+    ck_assert_str_eq(
+        facts->skipped,
+        "1 empty (empty: it is empty), 3 without text (the first: a.png: it holds a NUL byte), 1 unreadable "
+        "(dangling: No such file or directory), 1 too large (large: 1073741825 bytes), 1 folders of builds "
+        "(build: taken for the output of a build)");
+    cg_feed_free(feed);
+    refuse_text(at("a.png"), &config, "a.png is no text: it holds a NUL byte");
+    refuse_text(at("large"), &config, "large|it has 1073741825 bytes");
+    if (geteuid() == 0) {
+        puts("useless_files_are_passed_over: permissions are not tested, as root has all");
+        return;
+    }
+    ck_assert_int_eq(chmod(at("latin"), 0), 0);
+    ck_assert_int_eq(chmod(at("builds"), 0), 0);
+    feed = text(folder, &config);
+    ck_assert_ptr_nonnull(
+        strstr(cg_feed_facts_of(feed)->skipped, "3 unreadable (the first: builds: Permission denied)"));
+    cg_feed_free(feed);
+    chmod(at("builds"), 0777);
+}
+END_TEST
+
+/* Links lead to files and folders anywhere; each is read once, under its own name where it has one below the
+ * folder. */
+START_TEST(links_are_followed_once) {
+    char outside[64];
+    put_numbers("file", 0, 1000);
+    ck_assert_int_eq(mkdir(at("rooms"), 0777), 0);
+    put_numbers("rooms/one", 1000, 1000);
+    ck_assert_int_eq(symlink("..", at("rooms/up")), 0);
+    snprintf(outside, sizeof outside, "../%s", strrchr(folder, '/') + 1);
+    enter_folder();
+    char to_file[80], to_rooms[80];
+    snprintf(to_file, sizeof to_file, "%s/file", outside);
+    snprintf(to_rooms, sizeof to_rooms, "%s/rooms", outside);
+    put_numbers("own", 2000, 1000);
+    ck_assert_int_eq(symlink(to_file, at("a_link")), 0);
+    ck_assert_int_eq(symlink(to_file, at("the_same")), 0);
+    ck_assert_int_eq(symlink("own", at("b_link")), 0);
+    ck_assert_int_eq(symlink(to_rooms, at("c_folder")),
+                     0); /* and through its link up to all of the first folder */
+    ck_assert_int_eq(symlink(".", at("cycle")), 0);
+    cg_config config = small();
+    cg_feed *feed = text(folder, &config);
+    const cg_feed_facts *facts = cg_feed_facts_of(feed);
+    ck_assert_int_eq(facts->documents, 3);
+    ck_assert_int_eq(facts->bytes, 3 * 8000);
+    ck_assert_int_eq(facts->repeated_bytes, 0);
+    ck_assert_str_eq(facts->skipped, "");
+    cg_feed_free(feed);
+}
+END_TEST
+
+/* The same text under two names: what is held out of one may be trained on in the other. */
+START_TEST(repeated_texts_are_noticed) {
+    cg_config config = small();
+    put_numbers("once", 0, 30000);
+    cg_feed *feed = text(folder, &config);
+    ck_assert_int_eq(cg_feed_facts_of(feed)->repeated_bytes, 0);
+    int64_t held_out = cg_feed_facts_of(feed)->held_out_bytes;
+    cg_feed_free(feed);
+    put_numbers("twice", 0, 30000);
+    feed = text(folder, &config);
+    int64_t repeated = cg_feed_facts_of(feed)->repeated_bytes;
+    ck_assert_int_ge(repeated, held_out); /* nearly all: few blocks are held out under both names */
+    ck_assert_int_le(repeated, cg_feed_facts_of(feed)->held_out_bytes);
+    cg_feed_free(feed);
+    put_numbers("twice", 30000, 30000);
+    feed = text(folder, &config);
+    ck_assert_int_eq(cg_feed_facts_of(feed)->repeated_bytes, 0);
+    cg_feed_free(feed);
+}
+END_TEST
+
 START_TEST(text_refusals) {
     cg_config config = small();
     refuse_text(at("absent"), &config, "absent|No such file");
@@ -606,6 +700,9 @@ int main(void) {
     tcase_add_test(texts, short_documents_are_whole_segments);
     tcase_add_test(texts, one_sequence_and_two_tokens);
     tcase_add_test(texts, folders_are_walked);
+    tcase_add_test(texts, useless_files_are_passed_over);
+    tcase_add_test(texts, links_are_followed_once);
+    tcase_add_test(texts, repeated_texts_are_noticed);
     tcase_add_test(texts, text_refusals);
     tcase_add_test(texts, utf8_is_checked);
     tcase_add_test(texts, own_sources_are_the_default);

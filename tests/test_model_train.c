@@ -221,7 +221,7 @@ START_TEST(damaged_checkpoint_is_refused) {
     ck_assert_int_eq(truncate(path, facts.st_size - 8), 0);
     expect_checkpoint_refused(&config, feed, path, path);
     int64_t steps[4];
-    ck_assert_int_eq(cg_checkpoint_list(dir, steps, 4), 1);
+    ck_assert_int_eq(cg_checkpoint_list(dir, steps, 4, &error), 1);
     ck_assert_int_eq(steps[0], 2);
     unlink(path);
     rmdir(dir);

@@ -1,6 +1,9 @@
 /* The program from outside: help, good runs, bad options, exit codes, one sentence per failure, JSON. */
 #include "tests/program.h"
 
+#include <signal.h>
+#include <time.h>
+
 #include "core/isa.h"
 
 START_TEST(help_and_version) {
@@ -139,10 +142,62 @@ START_TEST(config_prints_a_file_that_gives_itself) {
 END_TEST
 
 START_TEST(output_that_cannot_be_written) {
-    outcome o = run_program("config --json >/dev/full");
-    ck_assert_int_eq(o.code, 1);
-    holds(o.err, "csagrad config: the output could not be written");
-    outcome_free(&o);
+    static const char *const list[][2] = {{"config", "config --json"},
+                                          {"train", "train --help"},
+                                          {"mem", "mem --plan-only --seqs 64"},
+                                          {"ops", "ops"},
+                                          {"gradcheck", "gradcheck --op scale"}};
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        char arguments[128], part[128];
+        snprintf(arguments, sizeof arguments, "%s >/dev/full", list[i][1]);
+        snprintf(part, sizeof part, "csagrad %s: the output could not be written\n", list[i][0]);
+        outcome o = run_program(arguments);
+        ck_assert_int_eq(o.code, 1);
+        ck_assert_str_eq(o.err, part);
+        outcome_free(&o);
+    }
+}
+END_TEST
+
+/* Before the work, not behind it: an hour would be lost. */
+START_TEST(outputs_are_checked_first) {
+    bad("mem --plan-only --seqs 64 --html absent/page.html", 2, "--html: cannot write absent/page.html");
+    bad("mem --plan-only --seqs 64 --policy save --trace absent/t", 2, "--trace: cannot write absent/t");
+    bad("mem --plan-only --seqs 64 --policy save --snapshot /", 2,
+        "--snapshot: cannot write /: it is a folder");
+    bad("dump --out 'absent\nf/d.safetensors'", 2, "--out: cannot write absent\\x0af/d.safetensors");
+    bad("train --data /absent --out /dev/null/run", 2, "cannot make the folder /dev/null/run");
+    char name[300]; /* a path too long leaves room for the reason */
+    memset(name, 'x', 299);
+    name[299] = 0;
+    char arguments[400];
+    snprintf(arguments, sizeof arguments, "train --data /absent/%s", name);
+    bad(arguments, 2, "No such file or directory");
+    snprintf(arguments, sizeof arguments, "train --data %s", name);
+    bad(arguments, 2, "File name too long");
+}
+END_TEST
+
+/* Commands that have nothing to save end at once. */
+START_TEST(signals_end_commands) {
+    static char *const commands[] = {"bench", "gradcheck", "mem"};
+    static const int signals[] = {SIGINT, SIGTERM, SIGHUP};
+    for (int i = 0; i < 3; i++) {
+        pid_t child = fork();
+        ck_assert_int_ge(child, 0);
+        if (!child) {
+            signal(signals[i], SIG_DFL);
+            if (!freopen("/dev/null", "w", stdout) || chdir(folder)) _exit(127);
+            execl(CSAGRAD_PROGRAM, "csagrad", commands[i], (char *)NULL);
+            _exit(127);
+        }
+        nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL);
+        kill(child, signals[i]);
+        int status;
+        ck_assert_int_eq(waitpid(child, &status, 0), child);
+        ck_assert_msg(WIFSIGNALED(status) && WTERMSIG(status) == signals[i], "%s: status %x", commands[i],
+                      (unsigned)status);
+    }
 }
 END_TEST
 
@@ -240,6 +295,8 @@ int main(void) {
                                   bad_model_options,
                                   config_prints_a_file_that_gives_itself,
                                   output_that_cannot_be_written,
+                                  outputs_are_checked_first,
+                                  signals_end_commands,
                                   ops_list,
                                   gradcheck_of_one_op,
                                   train_two_steps,

@@ -267,6 +267,23 @@ static void compare_metrics(const char *dir_a, const char *dir_b, bool same_grap
 
 static void expect_same_metrics(const char *dir_a, const char *dir_b) { compare_metrics(dir_a, dir_b, true); }
 
+/* The weights and moments of two checkpoints, bit for bit; their configurations may differ. */
+static void expect_same_weights(const char *path_a, const char *path_b) {
+    cg_error error = {0};
+    cg_safetensors *a = cg_safetensors_open(path_a, &error), *b = cg_safetensors_open(path_b, &error);
+    if (!a || !b) ck_abort_msg("%s", error.text);
+    ck_assert_int_eq(cg_safetensors_count(a), cg_safetensors_count(b));
+    for (int i = 0; i < cg_safetensors_count(a); i++) {
+        const cg_named_tensor *one = cg_safetensors_at(a, i);
+        const cg_tensor *two = cg_safetensors_find(b, one->name);
+        size_t bytes = (size_t)cg_tensor_bytes(one->tensor.dtype, &one->tensor.shape);
+        ck_assert(two && two->dtype == one->tensor.dtype && cg_shape_equal(&two->shape, &one->tensor.shape));
+        if (memcmp(one->tensor.data, two->data, bytes)) ck_abort_msg("%s differs", one->name);
+    }
+    cg_safetensors_close(a);
+    cg_safetensors_close(b);
+}
+
 /* Wait until a run has logged n steps. */
 static void wait_for_lines(pid_t child, const char *dir, int n) {
     for (int tries = 0; tries < 6000; tries++) {
@@ -387,7 +404,7 @@ START_TEST(stopped_by_signals) {
         outcome o = finish(child);
         ck_assert_int_eq(o.code, 128 + signals[s]);
         ck_assert_str_eq(o.err, "");
-        ck_assert_ptr_nonnull(strstr(o.out, "checkpoint written: go on with --resume"));
+        ck_assert_ptr_nonnull(strstr(o.out, "checkpoint written: go on with "));
         outcome_free(&o);
         metrics *m = metrics_of(dir);
         int at = m->n;
@@ -419,6 +436,313 @@ START_TEST(killed) {
     RUN(TINY RECALL "--steps %d --set checkpoint_every=3 --out not_killed", lines + 3);
     expect_same_metrics("killed", "not_killed");
     expect_no_tmp("killed");
+}
+END_TEST
+
+/* ---- killed before anything was saved, stopped wherever it is ---- */
+
+static void sleep_ms(long ms) {
+    nanosleep(&(struct timespec){.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000}, NULL);
+}
+
+/* Exit code 0, and stderr holds a part. */
+__attribute__((format(printf, 2, 3))) static void noted(const char *part, const char *format, ...) {
+    WITH_ARGUMENTS(arguments, format);
+    outcome o = finish(start(arguments, 0));
+    if (o.code != 0 || !strstr(o.err, part))
+        ck_abort_msg("train %s: exit code %d, \"%s\" is not in: %s", arguments, o.code, part, o.err);
+    outcome_free(&o);
+}
+
+/* A log alone, and a recording of that log's steps, are what is left of a run that was killed before its first
+ * checkpoint: it starts anew, by the same command or with --resume. */
+START_TEST(killed_before_the_first_checkpoint) {
+    RUN(TINY RECALL "--steps 6 --record-topk early.topk --out early");
+    RUN(TINY RECALL "--steps 3 --record-topk three.topk --out three");
+    for (int kind = 0; kind < 6; kind++) {
+        SHELL("rm -rf anew anew.topk; mkdir anew; cp early/config.json anew");
+        if (kind % 3 == 0) SHELL(": >anew/metrics.jsonl; : >anew.topk");
+        if (kind % 3 == 1) SHELL("head -n 2 early/metrics.jsonl >anew/metrics.jsonl; cp three.topk anew.topk");
+        if (kind % 3 == 2) /* within a line, and between the data of a step and the head that counts it */
+            SHELL("head -c 900 early/metrics.jsonl >anew/metrics.jsonl; cp three.topk anew.topk; "
+                  "head -c 999 early.topk >>anew.topk; : >anew/config.json.tmp; "
+                  ": >anew/checkpoint-00000001.safetensors.tmp");
+        noted("anew holds no checkpoint yet: the run starts anew", "%s --out anew --record-topk anew.topk",
+              kind < 3 ? TINY RECALL "--steps 6" : "--resume");
+        expect_same_metrics("anew", "early");
+        SHELL("cmp anew.topk early.topk");
+        expect_no_tmp("anew");
+    }
+    /* in a new folder too, when it was killed before it made one */
+    SHELL(": >anew.topk; rm -r anew");
+    RUN(TINY RECALL "--steps 6 --record-topk anew.topk --out anew");
+    SHELL("cmp anew.topk early.topk");
+}
+END_TEST
+
+START_TEST(saved_by_the_clock) {
+    RUN(TINY RECALL "--steps 6 --out clock");
+    ck_assert(exists(checkpoint("clock", 1)) && exists(checkpoint("clock", 6)));
+    RUN(TINY RECALL "--steps 6 --set checkpoint_minutes=0 --out no_clock");
+    ck_assert(!exists(checkpoint("no_clock", 1)) && !exists(checkpoint("no_clock", 5)));
+    RUN(TINY RECALL "--steps 6 --set checkpoint_minutes=1e-9 --out fast_clock");
+    ck_assert(exists(checkpoint("fast_clock", 5)) && !exists(checkpoint("fast_clock", 4)));
+    expect_same_metrics("clock", "no_clock");
+    expect_same_metrics("clock", "fast_clock");
+    expect_same_weights(checkpoint("no_clock", 6), checkpoint("fast_clock", 6));
+}
+END_TEST
+
+/* Within a micro-batch of a step or of an evaluation; what the log then lacks, the resumed run makes up for. */
+START_TEST(stopped_within_steps_and_evaluations) {
+    static const char *const slow[] = {"--set accumulate=2000", "--set eval_batches=100000"};
+    for (int i = 0; i < 2; i++) {
+        char arguments[2048];
+        snprintf(arguments, sizeof arguments, TINY RECALL "--steps 10 --out slow%d %s", i, slow[i]);
+        pid_t child = start(arguments, 0);
+        for (int tries = 0; !exists(path_of("slow%d/metrics.jsonl", i)) && tries < 1000; tries++) sleep_ms(10);
+        sleep_ms(200);
+        kill(child, SIGTERM);
+        outcome o = finish(child);
+        ck_assert_msg(o.code == 128 + SIGTERM, "%s: %d", slow[i], o.code);
+        ck_assert_ptr_nonnull(strstr(o.out, "stopped before the first step was done"));
+        outcome_free(&o);
+    }
+    noted("starts anew", TINY RECALL "--steps 2 --out slow0"); /* the same folder */
+
+    RUN(TINY RECALL "--steps 8 --set eval_every=6 --out not_within");
+    RUN(TINY RECALL "--steps 4 --set eval_every=6 --out within");
+    pid_t child = start("--steps 100000 --resume --set eval_batches=100000 --out within", 0);
+    wait_for_lines(child, "within", 5);
+    sleep_ms(300); /* the sixth step is evaluated for minutes */
+    kill(child, SIGINT);
+    outcome o = finish(child);
+    ck_assert_int_eq(o.code, 130);
+    ck_assert_ptr_nonnull(strstr(o.out, "stopped at step 6"));
+    outcome_free(&o);
+    metrics *m = metrics_of("within");
+    ck_assert_int_eq(m->n, 6);
+    ck_assert_ptr_null(json_object_get(m->lines[5], "val_loss"));
+    metrics_free(m);
+    RUN("--steps 8 --resume --set eval_batches=1 --out within");
+    expect_same_metrics("within", "not_within");
+}
+END_TEST
+
+/* Where nothing is read from the program's output, so that it waits there for ever. */
+static pid_t start_unread(const char *dir, int *unread) {
+    int ends[2];
+    ck_assert_int_eq(pipe(ends), 0);
+    pid_t child = fork();
+    ck_assert_int_ge(child, 0);
+    if (!child) {
+        char command[4096];
+        snprintf(command, sizeof command,
+                 "cd %s && exec '%s' train " TINY RECALL "--steps 100000 --json --out %s 2>err </dev/null",
+                 folder, CSAGRAD_PROGRAM, dir);
+        dup2(ends[1], STDOUT_FILENO);
+        close(ends[0]), close(ends[1]);
+        execl("/bin/sh", "sh", "-c", command, (char *)NULL);
+        _exit(127);
+    }
+    close(ends[1]);
+    *unread = ends[0];
+    return child;
+}
+
+static int end_of(pid_t child) {
+    int status;
+    ck_assert_int_eq(waitpid(child, &status, 0), child);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+/* ... and waiting for a reader that sleeps. */
+START_TEST(stopped_while_nobody_reads) {
+    int unread;
+    pid_t child = start_unread("unread", &unread);
+    for (off_t before = -1, now = 0; now != before || now == 0; sleep_ms(200)) { /* until it waits */
+        before = now;
+        if (exists(path_of("unread/metrics.jsonl"))) now = size_of(path_of("unread/metrics.jsonl"));
+    }
+    kill(child, SIGINT);
+    ck_assert_int_eq(end_of(child), 130);
+    close(unread);
+    metrics *m = metrics_of("unread");
+    ck_assert(exists(checkpoint("unread", m->n)));
+    metrics_free(m);
+}
+END_TEST
+
+/* A second signal ends what a first one only asks to end, but not at the same moment: timeout(1) sends it twice. */
+START_TEST(a_second_signal_ends_at_once) {
+    pid_t child = start(TINY RECALL "--seq 4096 --batch 32 --steps 9 --out second", 0); /* seconds each batch */
+    for (int tries = 0; !exists(path_of("second/metrics.jsonl")) && tries < 1000; tries++) sleep_ms(10);
+    kill(child, SIGINT);
+    kill(child, SIGINT);
+    sleep_ms(400);
+    ck_assert_int_eq(waitpid(child, NULL, WNOHANG), 0);
+    kill(child, SIGTERM);
+    ck_assert_int_eq(end_of(child), -SIGTERM);
+}
+END_TEST
+
+START_TEST(a_reader_that_stops) {
+    int unread;
+    pid_t child = start_unread("reader", &unread);
+    wait_for_lines(child, "reader", 3);
+    close(unread);
+    ck_assert_int_eq(end_of(child), 1);
+    char *err = slurp(path_of("err"));
+    ck_assert_msg(is_one_line(err) &&
+                      strstr(err, "the output could not be written: Broken pipe; checkpoint of"),
+                  "%s", err);
+    free(err);
+    metrics *m = metrics_of("reader");
+    int n = m->n;
+    metrics_free(m);
+    ck_assert(exists(checkpoint("reader", n)));
+    RUN("--steps %d --resume --out reader", n + 2);
+    RUN(TINY RECALL "--steps %d --out no_reader", n + 2);
+    expect_same_metrics("reader", "no_reader");
+    /* a full disk under standard output, and none of the standard files open */
+    SHELL("'%s' train " TINY RECALL "--steps 3 --out full_out >/dev/full; test $? -eq 1", CSAGRAD_PROGRAM);
+    RUN(TINY RECALL "--steps 3 --out opened");
+    SHELL("'%s' train " TINY RECALL "--steps 3 --json --out closed <&- >&- 2>&-", CSAGRAD_PROGRAM);
+    expect_same_metrics("opened", "closed");
+}
+END_TEST
+
+/* Batch systems send it before they kill. */
+START_TEST(saves_on_demand) {
+    pid_t child = start(TINY RECALL "--steps 100000 --set checkpoint_minutes=0 --out demand", 0);
+    wait_for_lines(child, "demand", 2);
+    char *none = shell("ls demand");
+    ck_assert_ptr_null(strstr(none, "checkpoint-"));
+    free(none);
+    kill(child, SIGUSR1);
+    for (int tries = 0; tries < 1000; tries++, sleep_ms(10)) {
+        char *list = shell("ls demand");
+        bool saved = strstr(list, "checkpoint-") && !strstr(list, ".tmp");
+        free(list);
+        if (saved) break;
+        ck_assert_int_lt(tries, 999);
+    }
+    ck_assert_int_eq(waitpid(child, NULL, WNOHANG), 0);
+    kill(child, SIGKILL);
+    ck_assert_int_eq(end_of(child), -SIGKILL);
+    char *saved = shell("ls demand | sed -n 's/checkpoint-0*\\([0-9]*\\).*/\\1/p'");
+    int step = atoi(saved);
+    free(saved);
+    ck_assert_int_ge(step, 2);
+    RUN("--resume --steps %d --out demand", step + 1);
+    metrics_free(metrics_of("demand"));
+}
+END_TEST
+
+/* The command that a stopped run prints goes on with it, wherever blanks and quotes stand. */
+START_TEST(the_printed_command_works) {
+    SHELL("cp -r text \"text of 'two'\"");
+    pid_t child =
+        start(TINY "--task text --data \"text of 'two'\" --steps 100000 --record-topk 'a b.topk' --out "
+                   "'out $put'",
+              0);
+    wait_for_lines(child, "out $put", 3);
+    kill(child, SIGINT);
+    outcome o = finish(child);
+    ck_assert_int_eq(o.code, 130);
+    char *command = strstr(o.out, "go on with ");
+    ck_assert_ptr_nonnull(command);
+    command += strlen("go on with ");
+    command[strcspn(command, "\n")] = 0;
+    ck_assert_ptr_nonnull(strstr(command, "--resume"));
+    metrics *m = metrics_of("out $put");
+    int n = m->n;
+    metrics_free(m);
+    SHELL("%s --steps %d", command, n + 2);
+    RUN(TINY TEXT "--steps %d --record-topk plain.topk --out plain", n + 2);
+    expect_same_metrics("out $put", "plain");
+    SHELL("cmp 'a b.topk' plain.topk");
+    outcome_free(&o);
+}
+END_TEST
+
+/* A run resumed at its end reports what it did at that end: the graph of its last step, its evaluation. */
+START_TEST(resumed_at_its_end) {
+    static const char *const variants[] = {"--indexer-warmup 4", "--indexer-warmup 6 --set eval_every=4"};
+    for (int v = 0; v < 2; v++) {
+        SHELL("rm -rf at_end end_twice");
+        RUN(TINY RECALL "--steps 6 %s --out at_end", variants[v]);
+        SHELL("cp -r at_end end_twice");
+        RUN("--resume --out end_twice");
+        expect_same_metrics("at_end", "end_twice");
+        /* killed before its last line */
+        SHELL("head -n 6 at_end/metrics.jsonl >end_twice/metrics.jsonl");
+        RUN("--resume --out end_twice");
+        expect_same_metrics("at_end", "end_twice");
+    }
+}
+END_TEST
+
+/* ---- logs and changes that do not fit ---- */
+
+START_TEST(broken_logs_are_named) {
+    RUN(TINY RECALL "--steps 6 --out log");
+    static const struct {
+        const char *how, *part;
+    } list[] = {
+        {"sed -i 3d", "log/metrics.jsonl, line 3: it is of step 4, expected the line of step 3"},
+        {"sed -i 1d", "line 1: it is of step 2, expected the line of step 1"},
+        {"sed -i 3p", "line 4: it is of step 3, expected the line of step 4"},
+        {"sed -i '2{h;d};3{G}'", "line 2: it is of step 3, expected the line of step 2"},
+        {"sed -i '4s/.$//'", "line 4: it is no JSON object"},
+        {"sed -i '4s/.*//'", "line 4: it is no JSON object"},
+        {"sed -i '5s/\"step\":5/\"step\":\"5\"/'", "line 5: it has no step"},
+        {"sed -i '5,$d'", "line 5: the log ends before it, expected the line of step 5"},
+        {"truncate -s -9000", "the log ends before it"},
+        {"truncate -s 0", "line 1: the log ends before it"},
+    };
+    SHELL("cp -r log whole_log");
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        SHELL("rm -r log && cp -r whole_log log && %s log/metrics.jsonl", list[i].how);
+        char *before = state_of("log");
+        bad(2, list[i].part, "--steps 8 --resume --out log");
+        expect_unchanged("log", before);
+    }
+    /* without a log a new one begins, and that is no broken one */
+    SHELL("rm log/metrics.jsonl");
+    noted("log/metrics.jsonl is gone: a new log begins at step 7", "--steps 8 --resume --out log");
+    RUN("--steps 9 --resume --out log");
+    char *steps = shell("grep -o '^{\"step\":[0-9]*' log/metrics.jsonl");
+    ck_assert_str_eq(steps, "{\"step\":7\n{\"step\":8\n{\"step\":9\n");
+    free(steps);
+}
+END_TEST
+
+START_TEST(changes_are_refused_or_named) {
+    RUN(TINY TEXT "--set accumulate=2 --steps 4 --out changes");
+    static const struct {
+        const char *change, *part;
+    } list[] = {
+        {"--set accumulate=3", "accumulate was 2 and would be 3: it decides which data come next"},
+        {"--batch 1", "batch_size was 2 and would be 1"},
+        {"--seq 145", "seq_len was 144 and would be 145"},
+        {"--seed 2", "seed was 1 and would be 2"},
+    };
+    char *before = state_of("changes");
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        bad(2, list[i].part, "--resume --steps 6 --data text --out changes %s", list[i].change);
+    }
+    expect_unchanged("changes", before);
+    /* in the file that stands beside the checkpoints, too */
+    SHELL("sed -i 's/\"seed\": 1/\"seed\": 5/' changes/config.json");
+    bad(2, "seed was 1 and would be 5", "--resume --steps 6 --data text --out changes");
+    noted(
+        "from step 5 on it is another computation: index_hadamard was true and is false, rope_theta was "
+        "10000.0 "
+        "and is 500.0",
+        "--resume --steps 6 --seed 1 --set rope_theta=500 --set index_hadamard=false --set eval_every=3 --data "
+        "text --out changes");
+    RUN("--resume --steps 8 --data text --out changes");
 }
 END_TEST
 
@@ -497,6 +821,21 @@ START_TEST(damaged_checkpoints) {
 }
 END_TEST
 
+/* A newest checkpoint that cannot be read may be whole: it is neither passed over nor removed. A loop of links
+ * stands for all that opening refuses, also to root. */
+START_TEST(unreadable_checkpoints) {
+    RUN(TINY TEXT "--steps 6 --set checkpoint_every=3 --set eval_every=0 --out unreadable");
+    SHELL("cd unreadable && ln -s checkpoint-00000009.safetensors checkpoint-00000009.safetensors");
+    char *before = state_of("unreadable");
+    bad(2, "no older checkpoint is used, as this one may be whole",
+        "--steps 12 --resume --data text --out unreadable");
+    expect_unchanged("unreadable", before);
+    SHELL("cd unreadable && rm checkpoint-00000009.safetensors && mv checkpoint-00000006.safetensors "
+          "checkpoint-00000009.safetensors");
+    bad(2, "is of step 6: it has another's name", "--steps 12 --resume --data text --out unreadable");
+}
+END_TEST
+
 /* Damaged files of later steps must not count among the two that stay. */
 START_TEST(pruning_spares_whole_checkpoints) {
     RUN(TINY TEXT "--steps 3 --out prune");
@@ -524,7 +863,10 @@ START_TEST(what_does_not_fit_is_refused) {
     bad(2, "nowhere/config.json", "--steps 8 --resume --out nowhere");
     ck_assert(!exists(path_of("nowhere")));
     SHELL("mkdir only_config && cp fit/config.json only_config");
-    bad(2, "no checkpoint in only_config", "--steps 8 --resume --data text --out only_config");
+    outcome o = finish(start("--steps 8 --resume --data text --out only_config", 0));
+    ck_assert_int_eq(o.code, 0);
+    ck_assert_ptr_nonnull(strstr(o.err, "only_config holds no checkpoint yet: the run starts anew"));
+    outcome_free(&o);
     SHELL("cp -r fit half_config && head -c 100 fit/config.json >half_config/config.json");
     bad(2, "half_config/config.json", "--steps 8 --resume --data text --out half_config");
 }
@@ -622,23 +964,6 @@ START_TEST(bad_options) {
 END_TEST
 
 /* ---- recorded selections ---- */
-
-/* The weights and moments of two checkpoints, bit for bit; their configurations may differ. */
-static void expect_same_weights(const char *path_a, const char *path_b) {
-    cg_error error = {0};
-    cg_safetensors *a = cg_safetensors_open(path_a, &error), *b = cg_safetensors_open(path_b, &error);
-    if (!a || !b) ck_abort_msg("%s", error.text);
-    ck_assert_int_eq(cg_safetensors_count(a), cg_safetensors_count(b));
-    for (int i = 0; i < cg_safetensors_count(a); i++) {
-        const cg_named_tensor *one = cg_safetensors_at(a, i);
-        const cg_tensor *two = cg_safetensors_find(b, one->name);
-        size_t bytes = (size_t)cg_tensor_bytes(one->tensor.dtype, &one->tensor.shape);
-        ck_assert(two && two->dtype == one->tensor.dtype && cg_shape_equal(&two->shape, &one->tensor.shape));
-        if (memcmp(one->tensor.data, two->data, bytes)) ck_abort_msg("%s differs", one->name);
-    }
-    cg_safetensors_close(a);
-    cg_safetensors_close(b);
-}
 
 #define SOME TINY TEXT "--set accumulate=2 --steps 8 --indexer-warmup 2 "
 
@@ -821,9 +1146,21 @@ int main(void) {
                                   stop_and_resume,
                                   stopped_by_signals,
                                   killed,
+                                  killed_before_the_first_checkpoint,
+                                  saved_by_the_clock,
+                                  stopped_within_steps_and_evaluations,
+                                  stopped_while_nobody_reads,
+                                  a_second_signal_ends_at_once,
+                                  a_reader_that_stops,
+                                  saves_on_demand,
+                                  the_printed_command_works,
+                                  resumed_at_its_end,
+                                  broken_logs_are_named,
+                                  changes_are_refused_or_named,
                                   one_run_per_folder,
                                   failed_step_keeps_the_steps_before,
                                   damaged_checkpoints,
+                                  unreadable_checkpoints,
                                   pruning_spares_whole_checkpoints,
                                   what_does_not_fit_is_refused,
                                   folders_that_cannot_be,

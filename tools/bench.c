@@ -285,7 +285,7 @@ static bool measure_roofs(const arguments *a, report *out, cg_error *error) {
 }
 
 static bool measure_all(const arguments *a, report *out, cg_error *error) {
-    if (a->save && !cg_folder_make(a->save, error)) return false;
+    if (a->save && (!cg_folder_make(a->save, error) || !cg_folder_can_make(a->save, error))) return false;
     out->rows = calloc((size_t)(BENCH_PARTS * MAX_ITEMS * CG_DTYPES), sizeof *out->rows);
     if (!out->rows) return cg_fail(error, CG_FAILED, "out of memory for rows");
     if (!measure_roofs(a, out, error)) return false;

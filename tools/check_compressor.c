@@ -7,6 +7,7 @@
 #include <math.h>
 #include <stdio.h>
 
+#include "core/shown.h"
 #include "models/compressor_check.h"
 #include "tools/json_number.h"
 #include "tools/options.h"
@@ -14,7 +15,7 @@
 
 static bool print_text(const char *path, const cg_compressor_quantity *q, int n) {
     bool match = true;
-    printf("csagrad check: %s: gated pooling, %d tensors\n", path, n);
+    printf("csagrad check: %s: gated pooling, %d tensors\n", cg_shown_path(path).text, n);
     table *t = table_new("lrllrr");
     static const char *const titles[] = {"quantity", "worst relative", "as expected", "first row that differs",
                                          "got",      "expected"};

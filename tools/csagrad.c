@@ -4,11 +4,15 @@
 #include "tools/csagrad.h"
 
 #include <argp.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "core/file.h"
 #include "core/isa.h"
 #include "core/suggest.h"
 #include "tools/options.h"
@@ -62,12 +66,36 @@ static int unknown(const char *word) {
     return tool_failed("csagrad", &error);
 }
 
-/* A full disk shows only when the last bytes leave the buffer. */
-static int flushed(const char *program, int code) {
-    if (fflush(stdout) == 0 && !ferror(stdout)) return code;
-    cg_error error = {0};
-    cg_fail(&error, CG_FAILED, "the output could not be written");
-    return tool_failed(program, &error);
+static char program[64] = "csagrad";
+
+/* At every exit, those of --help included: a full disk shows only when the last bytes leave the buffer. */
+static void check_output(void) {
+    if (fflush(stdout) == 0 && !ferror(stdout)) return;
+    fprintf(stderr, "%s: the output could not be written\n", program);
+    _exit(CG_FAILED);
+}
+
+/* A program may be started with standard input, output or errors closed: the first files that it opens would
+ * then get their numbers, and what is printed would run into them. */
+static void open_standard_files(void) {
+    for (int fd = 0; fd <= 2; fd++)
+        if (fcntl(fd, F_GETFD) < 0 && errno == EBADF && open("/dev/null", O_RDWR) != fd) _exit(CG_FAILED);
+}
+
+/* Ends the program as the signal would have, but leaves no half-written file. Commands with something to save
+ * have handlers of their own. */
+static void on_end(int number) {
+    cg_file_remove_unfinished();
+    signal(number, SIG_DFL);
+    raise(number);
+}
+
+static void tidy_at_signals(void) {
+    static const int numbers[] = {SIGINT, SIGTERM, SIGHUP};
+    struct sigaction old, action = {.sa_handler = on_end};
+    for (int i = 0; i < 3; i++)
+        if (sigaction(numbers[i], NULL, &old) == 0 && old.sa_handler == SIG_DFL) /* not what nohup ignores */
+            sigaction(numbers[i], &action, NULL);
 }
 
 /* Threads that wait for each other spin for milliseconds by default, which on a busy machine takes the processor from
@@ -80,26 +108,28 @@ static void spin_briefly(char **argv) {
 }
 
 int main(int argc, char **argv) {
+    open_standard_files();
     spin_briefly(argv);
+    tidy_at_signals();
+    atexit(check_output);
     argp_program_version = CSAGRAD_VERSION;
     argp_err_exit_status = CG_BAD_INPUT;
     cg_error error = {0};
-    if (!cg_isa_obeyed(&error)) return tool_failed("csagrad", &error);
+    if (!cg_isa_obeyed(&error)) return tool_failed(program, &error);
     if (argc < 2) {
         cg_fail(&error, CG_BAD_INPUT, "a command is needed, see csagrad --help");
-        return tool_failed("csagrad", &error);
+        return tool_failed(program, &error);
     }
-    if (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-?")) return flushed("csagrad", help());
+    if (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-?")) return help();
     if (!strcmp(argv[1], "--version") || !strcmp(argv[1], "-V")) {
         puts(CSAGRAD_VERSION);
-        return flushed("csagrad", 0);
+        return 0;
     }
     for (int i = 0; i < N_COMMANDS; i++) {
         if (strcmp(argv[1], commands[i].name)) continue;
-        char program[64];
         snprintf(program, sizeof program, "csagrad %s", commands[i].name);
         argv[1] = program;
-        return flushed(program, commands[i].run(argc - 1, argv + 1));
+        return commands[i].run(argc - 1, argv + 1);
     }
     return unknown(argv[1]);
 }

@@ -11,7 +11,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/file.h"
 #include "core/rng.h"
+#include "core/shown.h"
 #include "models/dump_write.h"
 #include "tools/json_number.h"
 #include "tools/options.h"
@@ -245,8 +247,9 @@ static void report(const arguments *a, const char *program, const cg_dump_case *
         printf("%s: %s: %lld rows in %lld segment%s, %lld compressed rows, %lld heads, %lld selected at most, "
                "loss "
                "%.9g nats under %s\n",
-               program, a->out, (long long)c->n_rows, (long long)c->n_segments, c->n_segments == 1 ? "" : "s",
-               (long long)c->n_compressed, (long long)c->n_heads, (long long)r->width, r->loss, text);
+               program, cg_shown_path(a->out).text, (long long)c->n_rows, (long long)c->n_segments,
+               c->n_segments == 1 ? "" : "s", (long long)c->n_compressed, (long long)c->n_heads,
+               (long long)r->width, r->loss, text);
         return;
     }
     json_t *line = json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:o, s:s}", "file", a->out, "rows",
@@ -266,6 +269,7 @@ static bool write_one(const arguments *a, const char *program, const cg_dump_con
     int64_t layer;
     lengths *l = calloc(1, sizeof *l);
     bool ok = l != NULL || cg_fail(error, CG_FAILED, "out of memory for the segments");
+    if (ok && !(ok = cg_file_can_write(a->out, error))) cg_error_at(error, "--out");
     ok = ok && read_form(a, &form, error) && read_lengths(a, &form, l, error) && read_layer(a, &layer, error);
     if (ok) {
         cg_config config = a->model.config;
@@ -297,7 +301,8 @@ int csagrad_dump(int argc, char **argv) {
         ok = cg_fail(&error, CG_BAD_INPUT, "give --out FILE for one dump, or --graded DIR for a set");
     if (ok && a.graded) {
         ok = cg_dump_set_write(a.graded, &contracts, a.device.backend, (uint64_t)a.model.config.seed, &error);
-        if (ok && !a.json) printf("%s: %s/README.md says what each file is for\n", argv[0], a.graded);
+        if (ok && !a.json)
+            printf("%s: %s/README.md says what each file is for\n", argv[0], cg_shown_path(a.graded).text);
     } else if (ok) {
         ok = write_one(&a, argv[0], &contracts, &error);
     }

@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/file.h"
 #include "models/data.h"
 #include "tools/csagrad.h"
 #include "tools/options.h"
@@ -325,6 +326,12 @@ static bool read_arguments(arguments *a, cg_error *error) {
     if (one && n > 1)
         return cg_fail(error, CG_BAD_INPUT,
                        "%s shows one row, and this makes %d: name one --policy and one size", one, n);
+    const char *const files[][2] = {{"--html", a->html}, {"--snapshot", a->snapshot}, {"--trace", a->trace}};
+    for (int i = 0; i < 3; i++)
+        if (files[i][1] && !cg_file_can_write(files[i][1], error)) { /* before hours are spent on it */
+            cg_error_at(error, "%s", files[i][0]);
+            return false;
+        }
     return true;
 }
 

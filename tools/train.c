@@ -6,12 +6,14 @@
  *
  *     csagrad train --task recall --steps 500 --out runs/recall
  */
+#define _GNU_SOURCE /* program_invocation_name */
 #include "tools/csagrad.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
 #include <math.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,6 +25,7 @@
 
 #include "core/file.h"
 #include "core/process.h"
+#include "core/shown.h"
 #include "models/checkpoint.h"
 #include "models/measure.h"
 #include "models/trainer.h"
@@ -71,7 +74,9 @@ static const struct argp_option options[] = {
      .key = KEY_RESUME,
      .group = GROUP_OUTPUT,
      .doc = "go on from the newest checkpoint in --out that is whole, with its configuration; further options "
-            "override it"},
+            "override it, but for those that decide which data come next. Without a checkpoint yet, the run "
+            "starts "
+            "anew"},
     {.name = "record-topk",
      .key = KEY_RECORD,
      .arg = "FILE",
@@ -125,20 +130,69 @@ typedef struct run {
     const train_options *options;
     const cg_config *config;
     const char *dir;
+    char checkpoint[600]; /* to go on from; "": none */
+    int n_damaged;        /* newer ones, which are not used */
+    cg_error damage[64];
+    bool anew;     /* the folder holds what a run left that was killed before its first checkpoint */
+    bool log_lost; /* there is a checkpoint, but no log of the steps up to it */
     cg_feed *feed;
     cg_trainer *trainer;
     run_log *log;
     json_t *start; /* the evaluation before the first step */
-    double started_s, shown_s;
+    double started_s, shown_s, saved_s;
     int64_t started_step, saved_step;
-    int lock;               /* the folder's descriptor: one run at a time */
-    int64_t process_growth; /* -1: unknown, or no step was taken */
+    int64_t measured_before; /* peak of the last step before this program began; -1: unknown */
+    int lock;                /* the folder's descriptor: one run at a time */
+    int64_t process_growth;  /* -1: unknown, or no step was taken */
     bool terminal;
 } run;
 
-static volatile sig_atomic_t interrupted;
+/* ---- signals ---- */
 
-static void on_signal(int number) { interrupted = number; }
+static volatile sig_atomic_t interrupted, save_wanted;
+
+/* The first one stops the run where that loses nothing, a second one ends it at once. What follows within a
+ * moment is the same request: timeout(1) and others send it to the process and to its group. */
+static void on_stop(int number) {
+    static struct timespec first;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    if (!interrupted) {
+        interrupted = number;
+        first = now;
+    } else if ((double)(now.tv_sec - first.tv_sec) + 1e-9 * (double)(now.tv_nsec - first.tv_nsec) > 0.3) {
+        cg_file_remove_unfinished();
+        signal(number, SIG_DFL);
+        raise(number);
+    }
+}
+
+static void on_save(int number) {
+    (void)number;
+    save_wanted = 1;
+}
+
+static void handle(int number, void (*handler)(int)) {
+    struct sigaction action = {.sa_handler = handler, .sa_flags = SA_RESTART};
+    sigfillset(&action.sa_mask);
+    sigaction(number, &action, NULL);
+}
+
+/* From the start: what must not end the program while there is nothing to save yet either. */
+static void expect_signals(void) {
+    handle(SIGUSR1, on_save); /* batch systems send it some time before they kill */
+    signal(SIGPIPE, SIG_IGN); /* a reader that stops must not take the run with it */
+    signal(SIGXFSZ, SIG_IGN); /* a file at its size limit is an error with a sentence, like a full disk */
+}
+
+/* From when there is something that stopping would lose. */
+static void catch_stops(void) {
+    struct sigaction hangup;
+    handle(SIGINT, on_stop);
+    handle(SIGTERM, on_stop);
+    if (sigaction(SIGHUP, NULL, &hangup) == 0 && hangup.sa_handler != SIG_IGN) /* nohup: ignored */
+        handle(SIGHUP, on_stop);
+}
 
 static double now_s(void) {
     struct timespec t;
@@ -147,6 +201,14 @@ static double now_s(void) {
 }
 
 /* ---- lines ---- */
+
+/* Waits until output would be taken: a reader that sleeps must not keep a run from being stopped. False then. */
+static bool output_is_free(void) {
+    struct pollfd output = {.fd = STDOUT_FILENO, .events = POLLOUT};
+    while (poll(&output, 1, interrupted ? 0 : -1) <= 0)
+        if (interrupted) return false;
+    return true;
+}
 
 static json_t *evaluation_json(const cg_evaluation *e) {
     json_t *layers = json_array();
@@ -176,12 +238,54 @@ static json_t *metrics_json(const cg_metrics *m) {
 
 /* Write a line to the log, and print it with --json. */
 static bool log_line(run *r, json_t *line, cg_error *error) {
-    if (r->options->json && line) {
+    if (r->options->json && line && output_is_free()) {
         char *text = json_dumps(line, JSON_COMPACT | JSON_PRESERVE_ORDER | JSON_REAL_PRECISION(17));
         if (text) puts(text);
         free(text);
     }
     return run_log_write(r->log, line, error);
+}
+
+/* What a shell reads as this one word. */
+static void print_word(const char *word) {
+    static const char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./:=+,@%-";
+    bool control = false;
+    for (const char *c = word; *c; c++) control |= (unsigned char)*c < ' ' || *c == 0x7f;
+    if (*word && word[strspn(word, plain)] == 0) {
+        fputs(word, stdout);
+        return;
+    }
+    fputs(control ? "$'" : "'", stdout);
+    for (const char *c = word; *c; c++) {
+        if ((unsigned char)*c < ' ' || *c == 0x7f)
+            printf("\\x%02x", (unsigned char)*c);
+        else if (control && (*c == '\'' || *c == '\\'))
+            printf("\\%c", *c);
+        else if (*c == '\'')
+            fputs("'\\''", stdout);
+        else
+            putchar(*c);
+    }
+    putchar('\'');
+}
+
+/* The command that goes on with this run, from this folder. */
+static void print_resume(const run *r) {
+    const train_options *o = r->options;
+    const char *const words[][2] = {{"--out", r->dir},
+                                    {"--data", o->data},
+                                    {"--record-topk", o->record_topk},
+                                    {"--replay-topk", o->replay_topk},
+                                    {"--device", o->device.word},
+                                    {"--threads", o->model.threads}};
+    print_word(program_invocation_name);
+    fputs(" train --resume", stdout);
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+        if (!words[i][1]) continue;
+        printf(" %s ", words[i][0]);
+        print_word(words[i][1]);
+    }
+    puts(o->verify_recompute ? " --verify-recompute" : "");
 }
 
 static void duration_text(double s, char *text, size_t text_bytes) {
@@ -197,6 +301,7 @@ static void show_progress(run *r, const cg_metrics *m, const cg_evaluation *e) {
     double now = now_s();
     bool last = m->step == r->config->steps;
     if (r->options->json || (!e && !last && now - r->shown_s < (r->terminal ? 0.2 : 10))) return;
+    if (!output_is_free()) return;
     r->shown_s = now;
     double left =
         (now - r->started_s) / (double)(m->step - r->started_step) * (double)(r->config->steps - m->step);
@@ -221,7 +326,7 @@ static void show_progress(run *r, const cg_metrics *m, const cg_evaluation *e) {
  * run began, or are of a run that it took the place of. */
 static void remove_old_checkpoints(const run *r, int64_t newest) {
     int64_t steps[64];
-    int n = cg_checkpoint_list(r->dir, steps, 64);
+    int n = cg_checkpoint_list(r->dir, steps, 64, NULL);
     bool kept = false;
     for (int i = 0; i < n; i++) {
         if (steps[i] == newest) continue;
@@ -237,48 +342,111 @@ static void remove_old_checkpoints(const run *r, int64_t newest) {
 
 static bool save(run *r, cg_error *error) {
     int64_t step = cg_trainer_steps(r->trainer);
-    if (r->saved_step == step) return true;
+    if (r->saved_step == step || step == 0) return true;
     char path[600];
     cg_checkpoint_path(r->dir, step, path, sizeof path);
     /* The log first: after a power cut it must not lack a step that the checkpoint holds. */
     if (!run_log_sync(r->log, error) || !cg_trainer_save(r->trainer, path, error)) return false;
     r->saved_step = step;
+    r->saved_s = now_s();
     remove_old_checkpoints(r, step);
     return true;
 }
 
+/* By the count of steps, by the clock (first behind the first step, so that no killed run has nothing), or on
+ * demand. */
+static bool save_is_due(const run *r) {
+    int64_t step = cg_trainer_steps(r->trainer), every = r->config->checkpoint_every;
+    double minutes = r->config->checkpoint_minutes;
+    return save_wanted || (every > 0 && step % every == 0) ||
+           (minutes > 0 && (r->saved_step < 0 || now_s() - r->saved_s >= 60 * minutes));
+}
+
+/* Output that cannot be written, to a full disk or a reader that stopped, ends the run; what was trained is
+ * kept. */
+static bool output_arrives(run *r, cg_error *error) {
+    if (fflush(stdout) == 0 && !ferror(stdout)) return true;
+    cg_error own = {0};
+    int number = errno, to_nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
+    if (to_nowhere >= 0) dup2(to_nowhere, STDOUT_FILENO), close(to_nowhere);
+    fflush(stdout); /* what waits in it was complained about */
+    clearerr(stdout);
+    bool saved = r->log && save(r, &own) && r->saved_step > 0;
+    if (saved) snprintf(own.text, sizeof own.text, "; checkpoint of step %" PRId64 " written", r->saved_step);
+    return cg_fail(error, CG_FAILED, "the output could not be written: %s%s%s", strerror(number),
+                   own.code ? "; " : "", own.text);
+}
+
 /* Make the trainer, fresh or from a checkpoint. */
-static bool make_trainer(run *r, const char *checkpoint, cg_error *error) {
-    cg_trainer_options how = {.checkpoint = checkpoint,
+static bool make_trainer(run *r, cg_error *error) {
+    cg_trainer_options how = {.checkpoint = *r->checkpoint ? r->checkpoint : NULL,
                               .record_topk = r->options->record_topk,
                               .replay_topk = r->options->replay_topk,
+                              .record_anew = r->anew,
                               .verify_recompute = r->options->verify_recompute,
-                              .backend = r->options->device.backend};
+                              .backend = r->options->device.backend,
+                              .stop = &interrupted};
     return (r->trainer = cg_trainer_new(r->config, r->feed, &how, error)) != NULL;
 }
 
-/* Go on from the newest whole checkpoint; a damaged one is named and the one before it is tried. A whole one that does
- * not fit (other data, another model) is refused: an older one would fit no better. */
-static bool resume(run *r, cg_error *error) {
-    int64_t steps[64];
-    char path[600];
-    cg_error damage[64] = {0};
-    int n = cg_checkpoint_list(r->dir, steps, 64), whole = 0;
-    if (!n)
-        return cg_fail(error, CG_BAD_INPUT,
-                       "--resume: there is no checkpoint in %s: start anew in another folder", r->dir);
-    for (; whole < n; whole++) {
-        cg_checkpoint_path(r->dir, steps[whole], path, sizeof path);
-        if (cg_checkpoint_is_whole(path, &damage[whole])) break;
+/* The newest whole checkpoint; one that was read and is damaged is named, and the one before it is tried. One
+ * that cannot be read is refused: it may be whole, and would be removed behind an older one. */
+static bool find_checkpoint(run *r, cg_error *error) {
+    enum { MOST = sizeof r->damage / sizeof *r->damage };
+    int64_t steps[MOST];
+    int n = cg_checkpoint_list(r->dir, steps, MOST, error);
+    if (n <= 0) {
+        r->anew = n == 0;
+        return n == 0;
     }
-    if (whole == n)
-        return cg_fail(error, CG_BAD_INPUT, "--resume: none of %d checkpoint%s in %s is whole; the newest: %s",
-                       n, n == 1 ? "" : "s", r->dir, damage[0].text);
-    if (!make_trainer(r, path, error)) return false;
-    for (int i = 0; i < whole; i++)
-        fprintf(stderr, "csagrad train: %s; the checkpoint of step %" PRId64 " is used instead\n",
-                damage[i].text, steps[whole]);
-    r->saved_step = steps[whole];
+    for (; r->n_damaged < n; r->n_damaged++) {
+        cg_error *damage = &r->damage[r->n_damaged];
+        r->saved_step = steps[r->n_damaged];
+        cg_checkpoint_path(r->dir, r->saved_step, r->checkpoint, sizeof r->checkpoint);
+        cg_checkpoint_state state = cg_checkpoint_look(r->checkpoint, damage);
+        if (state == CG_CHECKPOINT_WHOLE) return true;
+        if (state == CG_CHECKPOINT_UNREADABLE)
+            return cg_fail(error, damage->code,
+                           "--resume: %s; no older checkpoint is used, as this one may be whole", damage->text);
+    }
+    return cg_fail(error, CG_BAD_INPUT, "--resume: none of %d checkpoint%s in %s is whole; the newest: %s", n,
+                   n == 1 ? "" : "s", cg_shown_path(r->dir).text, r->damage[0].text);
+}
+
+static bool is_among(const char *word, const char *const *words) {
+    for (; *words; words++)
+        if (!strcmp(word, *words)) return true;
+    return false;
+}
+
+/* The configuration that the checkpoint was trained with, against that of now. What decides which data come
+ * next must be the same: the position in them is counted in it. What changes the computation is named, in
+ * `changes`; the rest changes no result, and the policy none but for rounding. */
+static bool check_changes(const run *r, char *changes, size_t changes_bytes, cg_error *error) {
+    static const char *const of_data[] = {"task",        "seq_len",       "batch_size",   "accumulate", "seed",
+                                          "recall_keys", "recall_values", "recall_pairs", NULL};
+    static const char *const harmless[] = {
+        "steps", "eval_every", "eval_batches", "checkpoint_every", "checkpoint_minutes", "policy", NULL};
+    cg_config trained;
+    cg_config_key key;
+    char was[CG_POLICY_BYTES + CG_MAX_LAYERS * 4], is[sizeof was];
+    if (!cg_checkpoint_config(r->checkpoint, &trained, error)) return false;
+    size_t n = 0;
+    changes[0] = 0;
+    for (int i = 0; cg_config_key_at(i, &key); i++) {
+        cg_config_get(&trained, key.name, was, sizeof was);
+        cg_config_get(r->config, key.name, is, sizeof is);
+        if (!strcmp(was, is) || is_among(key.name, harmless)) continue;
+        if (is_among(key.name, of_data))
+            return cg_fail(
+                error, CG_BAD_INPUT,
+                "--resume: %s was %s and would be %s: it decides which data come next; start anew in "
+                "another folder",
+                key.name, was, is);
+        if (n < changes_bytes)
+            n += (size_t)snprintf(changes + n, changes_bytes - n, "%s %s was %s and is %s", n ? "," : "",
+                                  key.name, was, is);
+    }
     return true;
 }
 
@@ -297,15 +465,19 @@ static bool write_config(const run *r, cg_error *error) {
     return ok;
 }
 
-/* A folder that holds a run is not overwritten. */
-static bool dir_is_free(const run *r, cg_error *error) {
+/* A folder that holds a run is not overwritten. A log alone is no run yet: it was killed before its first
+ * checkpoint. */
+static bool dir_is_free(run *r, cg_error *error) {
     char path[600];
     struct stat facts;
     snprintf(path, sizeof path, "%s/metrics.jsonl", r->dir);
     int64_t step;
-    if (stat(path, &facts) && !cg_checkpoint_list(r->dir, &step, 1)) return true;
+    int n = cg_checkpoint_list(r->dir, &step, 1, error);
+    r->anew = n == 0 && stat(path, &facts) == 0;
+    if (n <= 0) return n == 0;
     return cg_fail(error, CG_BAD_INPUT,
-                   "--out: %s holds a run already: go on with --resume, or name another folder", r->dir);
+                   "--out: %s holds a run already: go on with --resume, or name another folder",
+                   cg_shown_path(r->dir).text);
 }
 
 /* Two runs in one folder would mix their lines. The kernel drops the lock when the process ends, however it ends;
@@ -313,89 +485,167 @@ static bool dir_is_free(const run *r, cg_error *error) {
 static bool lock_dir(run *r, cg_error *error) {
     r->lock = open(r->dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (r->lock < 0 || flock(r->lock, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return true;
-    return cg_fail(error, CG_BAD_INPUT, "--out: another run is writing to %s", r->dir);
+    return cg_fail(error, CG_BAD_INPUT, "--out: another run is writing to %s", cg_shown_path(r->dir).text);
 }
 
-/* A log that goes on is the log of a run that never stopped: of the evaluation at the end of the run before, only
- * what falls on an evaluation step stays. */
-static const char *const *stale_keys(const run *r) {
-    static const char *const evaluation[] = {
-        "val_loss", "val_accuracy", "val_accuracy_far", "captured", "recall", "indexers", NULL};
-    int64_t every = r->config->eval_every;
-    return every > 0 && r->started_step % every == 0 ? NULL : evaluation;
+/* Half-written files of programs that were killed; what another one is writing stays. */
+static void remove_half_written(const run *r) {
+    static const char *const names[] = {"config.json", "metrics.jsonl"};
+    char path[600];
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        snprintf(path, sizeof path, "%s/%s", r->dir, names[i]);
+        cg_file_remove_stale(path);
+    }
+    cg_checkpoint_remove_stale(r->dir);
 }
 
-static bool begin(run *r, cg_error *error) {
-    const cg_feed_facts *facts;
-    /* Whatever may be wrong with the input is found before anything is made or changed in the folder. */
+static bool is_evaluation_step(const cg_config *c, int64_t step) {
+    return step == c->steps || (c->eval_every > 0 && step % c->eval_every == 0);
+}
+
+static bool evaluate_into(run *r, json_t *line, cg_evaluation *e, cg_error *error) {
+    if (!cg_trainer_evaluate(r->trainer, e, error)) return false;
+    json_t *keys = evaluation_json(e);
+    json_object_update(line, keys);
+    json_decref(keys);
+    return true;
+}
+
+/* A log that goes on is the log of a run that never stopped: the line of the step at hand has its evaluation
+ * where one belongs, also when the run was stopped in the midst of it, and none where the end of an earlier run
+ * took one. */
+static bool mend_last_line(run *r, json_t *last, cg_evaluation *e, cg_error *error) {
+    static const char *const evaluation[] = {"val_loss", "val_accuracy", "val_accuracy_far",
+                                             "captured", "recall",       "indexers"};
+    if (!is_evaluation_step(r->config, r->started_step))
+        for (size_t i = 0; i < sizeof evaluation / sizeof *evaluation; i++)
+            json_object_del(last, evaluation[i]);
+    else if (!json_object_get(last, "val_loss"))
+        return evaluate_into(r, last, e, error);
+    return true;
+}
+
+/* Take over what the log holds of the steps before this program. */
+static bool open_log(run *r, cg_evaluation *e, cg_error *error) {
+    json_t *first = NULL, *last = NULL;
+    int64_t n_lines = 0;
+    bool ok = r->started_step == 0 || run_log_read(r->dir, r->started_step, &first, &last, error);
+    if (ok && last) {
+        n_lines = r->started_step - json_integer_value(json_object_get(first, "step")) + 1;
+        r->start = json_incref(json_object_get(first, "start"));
+        const json_t *measured = json_object_get(last, "measured_peak_bytes");
+        if (measured) r->measured_before = json_integer_value(measured);
+        ok = mend_last_line(r, last, e, error);
+    }
+    r->log_lost = r->started_step > 0 && !last;
+    ok = ok && write_config(r, error) && (r->log = run_log_open(r->dir, n_lines, last, error));
+    json_decref(first);
+    json_decref(last);
+    return ok;
+}
+
+/* What is the matter with the run that is taken up, on stderr. */
+static void print_notes(const run *r, const char *changes) {
+    for (int i = 0; i < r->n_damaged; i++)
+        fprintf(stderr, "csagrad train: %s; the checkpoint of step %" PRId64 " is used instead\n",
+                r->damage[i].text, r->started_step);
+    if (r->anew)
+        fprintf(stderr, "csagrad train: %s holds no checkpoint yet: the run starts anew\n",
+                cg_shown_path(r->dir).text);
+    if (r->log_lost)
+        fprintf(stderr, "csagrad train: %s/metrics.jsonl is gone: a new log begins at step %" PRId64 "\n",
+                cg_shown_path(r->dir).text, r->started_step + 1);
+    if (*changes)
+        fprintf(stderr, "csagrad train: from step %" PRId64 " on it is another computation:%s\n",
+                r->started_step + 1, changes);
+}
+
+static void print_head(const run *r) {
+    const cg_feed_facts *facts = cg_feed_facts_of(r->feed);
+    tool_print_model("csagrad train", r->config);
+    if (r->options->device.backend) printf("device: %s\n", r->options->device.name);
+    if (r->config->task == CG_TASK_TEXT)
+        printf("data: %s, %" PRId64 " documents, %.1f MiB for training, %.1f MiB held out\n",
+               cg_shown_path(facts->source).text, facts->documents, (double)facts->train_bytes / 1048576,
+               (double)facts->held_out_bytes / 1048576);
+    if (r->options->data && *facts->skipped) printf("note: passed over: %s\n", facts->skipped);
+    if (facts->repeated_bytes)
+        printf("note: %.1f KiB held out stand word for word in the training part too, in files that are there "
+               "twice: the losses on them say little\n",
+               (double)facts->repeated_bytes / 1024);
+    if (r->config->task != CG_TASK_TEXT)
+        printf("data: recall, %" PRId64 " pairs and %" PRId64 " queries a sequence, distance %" PRId64
+               " or more tokens, windows together reach %" PRId64 "; chance %.1f%%\n",
+               facts->n_pairs, facts->n_queries, facts->min_distance, facts->reach, 100 * facts->chance);
+    if (!cg_selection_is_exercised(r->config, r->feed))
+        printf("note: no row sees more than index_topk = %" PRId64
+               " compressed rows, so all are selected and this run does not test selection\n",
+               r->config->index_topk);
+    if (*r->checkpoint) printf("resumed at step %" PRId64 "\n", r->started_step);
+}
+
+/* Whatever may be wrong with the input is found before anything is made or changed in the folder. */
+static bool begin(run *r, cg_evaluation *e, cg_error *error) {
+    char changes[400] = "";
+    bool resumes = r->options->resume;
     if (r->options->data && r->config->task != CG_TASK_TEXT)
         return cg_fail(error, CG_BAD_INPUT, "--data is for --task text: the recall task makes its own");
-    if (!r->options->resume && !dir_is_free(r, error)) return false;
-    if (!(r->feed = cg_feed_new(r->options->data, r->config, error))) return false;
-    if (!r->options->resume && !make_trainer(r, NULL, error)) return false;
-    if (!cg_folder_make(r->dir, error) || !lock_dir(r, error)) return false;
-    if (!(r->options->resume ? resume(r, error) : dir_is_free(r, error))) return false;
-    json_t *first = NULL;
+    if (!cg_folder_can_make(r->dir, error)) return false;
+    if (resumes ? !lock_dir(r, error) || !find_checkpoint(r, error) : !dir_is_free(r, error)) return false;
+    if (*r->checkpoint && !check_changes(r, changes, sizeof changes, error)) return false;
+    if (!(r->feed = cg_feed_new(r->options->data, r->config, error)) || !make_trainer(r, error)) return false;
     r->started_step = cg_trainer_steps(r->trainer);
-    if (!write_config(r, error)) return false;
-    if (!(r->log = run_log_open(r->dir, r->started_step, stale_keys(r), &first, error))) return false;
-    r->start = json_incref(json_object_get(first, "start"));
-    json_decref(first);
-    facts = cg_feed_facts_of(r->feed);
-    if (!r->options->json) {
-        tool_print_model("csagrad train", r->config);
-        if (r->options->device.backend) printf("device: %s\n", r->options->device.name);
-        if (r->config->task == CG_TASK_TEXT)
-            printf("data: %s, %" PRId64 " documents, %.1f MiB for training, %.1f MiB held out\n", facts->source,
-                   facts->documents, (double)facts->train_bytes / 1048576,
-                   (double)facts->held_out_bytes / 1048576);
-        else
-            printf("data: recall, %" PRId64 " pairs and %" PRId64 " queries a sequence, distance %" PRId64
-                   " or more tokens, windows together reach %" PRId64 "; chance %.1f%%\n",
-                   facts->n_pairs, facts->n_queries, facts->min_distance, facts->reach, 100 * facts->chance);
-        if (!cg_selection_is_exercised(r->config, r->feed))
-            printf("note: no row sees more than index_topk = %" PRId64
-                   " compressed rows, so all are selected and this run does not test selection\n",
-                   r->config->index_topk);
-        if (r->options->resume) printf("resumed at step %" PRId64 "\n", r->started_step);
-    }
-    return true;
+    if (*r->checkpoint && r->started_step != r->saved_step)
+        return cg_fail(error, CG_BAD_INPUT, "--resume: %s is of step %" PRId64 ": it has another's name",
+                       cg_shown_path(r->checkpoint).text, r->started_step);
+    catch_stops();
+    if (!resumes && (!cg_folder_make(r->dir, error) || !lock_dir(r, error) || !dir_is_free(r, error)))
+        return false; /* looked at once more: another run may have come and gone */
+    remove_half_written(r);
+    if (!open_log(r, e, error)) return interrupted && cg_trainer_stopped(r->trainer);
+    print_notes(r, changes);
+    if (!r->options->json) print_head(r);
+    return output_arrives(r, error);
 }
 
 /* The steps up to config->steps, or until a signal. */
 static bool go(run *r, cg_evaluation *end, bool *evaluated, cg_error *error) {
     const cg_config *c = r->config;
     cg_metrics m;
-    r->started_s = now_s();
-    json_t *start = NULL;
-    if (cg_trainer_steps(r->trainer) == 0) {
-        if (!cg_trainer_evaluate(r->trainer, end, error)) return false;
-        start = evaluation_json(end);
-        r->start = json_incref(start);
+    r->started_s = r->saved_s = now_s();
+    if (cg_trainer_steps(r->trainer) == 0 && !interrupted) {
+        if (!cg_trainer_evaluate(r->trainer, end, error)) return cg_trainer_stopped(r->trainer);
+        r->start = evaluation_json(end);
     }
     for (int64_t step = cg_trainer_steps(r->trainer) + 1; step <= c->steps && !interrupted; step++) {
         if (!cg_trainer_step(r->trainer, &m, error)) {
+            if (cg_trainer_stopped(r->trainer)) return true;
             cg_error second = {
                 0}; /* the parameters are those of the step before: worth keeping, whatever comes */
-            if (step > 1) save(r, &second);
+            save(r, &second);
             return false;
         }
         r->process_growth = m.process_growth_bytes;
         json_t *line = metrics_json(&m);
-        if (start) json_object_set_new(line, "start", start);
-        start = NULL;
-        *evaluated = step == c->steps || (c->eval_every > 0 && step % c->eval_every == 0);
-        if (*evaluated) {
-            if (!cg_trainer_evaluate(r->trainer, end, error)) return false;
-            json_t *e = evaluation_json(end);
-            json_object_update(line, e);
-            json_decref(e);
+        if (step == 1) json_object_set(line, "start", r->start);
+        if (r->log_lost) json_object_set_new(line, RUN_LOG_BEGINS, json_true());
+        r->log_lost = false;
+        *evaluated = is_evaluation_step(c, step);
+        if (*evaluated && !evaluate_into(r, line, end, error)) {
+            *evaluated = false; /* a resumed run makes up for it */
+            if (!cg_trainer_stopped(r->trainer)) {
+                json_decref(line);
+                return false;
+            }
         }
         if (!log_line(r, line, error)) return false;
-        if (c->checkpoint_every > 0 && step % c->checkpoint_every == 0 && !save(r, error)) return false;
+        if (save_is_due(r)) {
+            save_wanted = 0;
+            if (!save(r, error)) return false;
+        }
         show_progress(r, &m, *evaluated ? end : NULL);
+        if (!output_arrives(r, error)) return false;
     }
-    json_decref(start);
     return true;
 }
 
@@ -409,6 +659,12 @@ static void table_row(const char *name, const char *format, double start, double
     if (!isnan(start)) snprintf(a, sizeof a, format, start);
     if (!isnan(end)) snprintf(b, sizeof b, format, end);
     printf("  %-34s %10s %10s\n", name, a, b);
+}
+
+/* Of the last step, which may have been taken before this program began. */
+static int64_t measured_bytes(const run *r) {
+    bool stepped = cg_trainer_steps(r->trainer) > r->started_step;
+    return stepped || r->measured_before < 0 ? cg_trainer_measured_bytes(r->trainer) : r->measured_before;
 }
 
 static void print_table(const run *r, const cg_evaluation *e) {
@@ -429,7 +685,7 @@ static void print_table(const run *r, const cg_evaluation *e) {
     table_row("indexer captured (1 - kl/uniform)", "%.4f", number_of(r->start, "captured"), e->captured);
     table_row("indexer recall of the true top-k", "%.4f", number_of(r->start, "recall"), e->recall);
     printf("\n  peak memory of a step: planned %.2f MiB, measured %.2f MiB", (double)plan->peak_bytes / 1048576,
-           (double)cg_trainer_measured_bytes(r->trainer) / 1048576);
+           (double)measured_bytes(r) / 1048576);
     if (r->options->device.backend)
         printf(", the most asked of the device %.2f MiB",
                (double)cg_device_asked_peak(r->options->device.device) / 1048576);
@@ -444,8 +700,8 @@ static void print_table(const run *r, const cg_evaluation *e) {
                cg_trainer_graph(r->trainer)->n_clones);
     printf("\n  high-water mark of the whole process, evaluation included: %.2f MiB\n",
            (double)cg_process_peak_bytes() / 1048576);
-    printf("  files: %s/metrics.jsonl, config.json, checkpoint-%08" PRId64 ".safetensors\n", r->dir,
-           r->saved_step);
+    printf("  files: %s/metrics.jsonl, config.json, checkpoint-%08" PRId64 ".safetensors\n",
+           cg_shown_path(r->dir).text, r->saved_step);
 }
 
 static json_t *known_bytes(int64_t bytes) { return bytes >= 0 ? json_integer(bytes) : json_null(); }
@@ -461,7 +717,7 @@ static json_t *final_json(const run *r, const cg_evaluation *e) {
                         json_boolean(cg_selection_is_exercised(r->config, r->feed)));
     json_object_set_new(line, "chance", json_figure(cg_feed_facts_of(r->feed)->chance));
     json_object_set_new(line, "planned_peak_bytes", json_integer(plan->peak_bytes));
-    json_object_set_new(line, "measured_peak_bytes", json_integer(cg_trainer_measured_bytes(r->trainer)));
+    json_object_set_new(line, "measured_peak_bytes", json_integer(measured_bytes(r)));
     if (r->options->verify_recompute)
         json_object_set_new(line, "verified_clones", json_integer(cg_trainer_graph(r->trainer)->n_clones));
     const cg_measurement m = cg_measurement_planned(cg_trainer_graph(r->trainer));
@@ -480,18 +736,29 @@ static json_t *final_json(const run *r, const cg_evaluation *e) {
     return line;
 }
 
+static void print_stop(const run *r) {
+    int64_t step = cg_trainer_steps(r->trainer);
+    if (r->terminal) putchar('\n');
+    if (step == 0) {
+        puts("stopped before the first step was done: nothing to save; the same command starts anew");
+        return;
+    }
+    printf("stopped at step %" PRId64 ", checkpoint written: go on with ", step);
+    print_resume(r);
+}
+
 static bool finish(run *r, cg_evaluation *e, bool evaluated, cg_error *error) {
     if (!save(r, error)) return false;
+    if (!interrupted && !evaluated && !cg_trainer_evaluate(r->trainer, e, error) &&
+        !cg_trainer_stopped(r->trainer)) /* a run resumed at its end */
+        return false;
     if (interrupted) {
-        if (!r->options->json)
-            printf("%sstopped at step %" PRId64 ", checkpoint written: go on with --resume --out %s\n",
-                   r->terminal ? "\n" : "", cg_trainer_steps(r->trainer), r->dir);
-        return true;
+        if (!r->options->json && output_is_free()) print_stop(r);
+    } else {
+        if (!log_line(r, final_json(r, e), error)) return false;
+        if (!r->options->json) print_table(r, e);
     }
-    if (!evaluated && !cg_trainer_evaluate(r->trainer, e, error)) return false; /* a run resumed at its end */
-    if (!log_line(r, final_json(r, e), error)) return false;
-    if (!r->options->json) print_table(r, e);
-    return true;
+    return output_arrives(r, error);
 }
 
 int csagrad_train(int argc, char **argv) {
@@ -501,7 +768,8 @@ int csagrad_train(int argc, char **argv) {
         .options = options,
         .parser = parse,
         .children = children,
-        .doc = "Train the toy model; losses, indexer health and memory go to DIR/metrics.jsonl."};
+        .doc = "Train the toy model; losses, indexer health and memory go to DIR/metrics.jsonl. Ctrl-C and "
+               "SIGTERM stop it with a checkpoint, a second one at once; SIGUSR1 writes one."};
     train_options o = {.out = "runs/train"};
     cg_error error = {0};
     tool_parse(&argp, argc, argv, &o);
@@ -522,23 +790,20 @@ int csagrad_train(int argc, char **argv) {
     }
     if (!tool_model_apply(&o.model, &error) || !tool_device_open(&o.device, &error))
         return tool_failed(argv[0], &error);
-    struct sigaction action = {.sa_handler = on_signal, .sa_flags = SA_RESTART}, hangup;
-    sigaction(SIGINT, &action, NULL);
-    sigaction(SIGTERM, &action, NULL);
-    if (sigaction(SIGHUP, NULL, &hangup) == 0 && hangup.sa_handler != SIG_IGN) /* nohup: ignored */
-        sigaction(SIGHUP, &action, NULL);
-    signal(SIGXFSZ, SIG_IGN); /* a file at its size limit is an error with a sentence, like a full disk */
+    expect_signals();
     run r = {.options = &o,
              .config = &o.model.config,
              .dir = o.out,
              .saved_step = -1,
+             .measured_before = -1,
              .lock = -1,
              .process_growth = -1,
              .terminal = isatty(STDOUT_FILENO)};
     cg_evaluation *end = calloc(1, sizeof *end);
     bool evaluated = false;
-    bool ok = end ? begin(&r, &error) && go(&r, end, &evaluated, &error) && finish(&r, end, evaluated, &error)
-                  : cg_fail(&error, CG_FAILED, "out of memory");
+    bool ok =
+        end ? begin(&r, end, &error) && go(&r, end, &evaluated, &error) && finish(&r, end, evaluated, &error)
+            : cg_fail(&error, CG_FAILED, "out of memory");
     cg_error closing = {0};
     if (!run_log_close(r.log, &closing) && ok) ok = cg_fail(&error, closing.code, "%s", closing.text);
     cg_trainer_free(r.trainer);
