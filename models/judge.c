@@ -284,11 +284,11 @@ static double *keys_of(const cg_dump *d, cg_dump_id id, int64_t width, const int
     return x;
 }
 
-/* Zeros alone, of either sign, which f32 may have made of anything below its range. */
-static bool is_zero(const cg_dump_array *a) {
+/* Nothing but zeros and what lies below f32's normal numbers: f32 may have made it of anything there. */
+static bool is_flushed(const cg_dump_array *a) {
     const int64_t n = cg_shape_count(&a->shape);
     for (int64_t i = 0; i < n; i++)
-        if (((const double *)a->data)[i] != 0) return false;
+        if (!(fabs(((const double *)a->data)[i]) < 0x1p-126)) return false;
     return n > 0;
 }
 
@@ -297,7 +297,7 @@ static void find_levels(judge *j) {
     const cg_dump *d = j->d;
     bool coarse = false; /* an input that f64 arithmetic did not make */
     for (int id = 0; id < CG_DUMP_ARRAYS; id++) {
-        const bool zero = d->array[id].name && d->array[id].dtype == CG_F64 && is_zero(&d->array[id]);
+        const bool zero = d->array[id].name && d->array[id].dtype == CG_F64 && is_flushed(&d->array[id]);
         const cg_dtype held = zero ? CG_F32 : cg_dump_holds(d, (cg_dump_id)id);
         j->stored[id] = cg_dtype_rounding(held);
         j->own[id] = held == CG_F64 ? JUDGE_F64 : JUDGE_F32;
@@ -636,13 +636,13 @@ static cg_verdict *make_verdict(const cg_dump *d, const cg_verdict_options *o, c
     if (ok) {
         bool other = false;
         v->expected = expected;
-        v->match = true;
+        v->match = v->n_faults == 0;
         for (int i = 0; i < v->n_quantities; i++) {
             const cg_quantity *q = &v->quantities[i];
             v->match &= q->ok;
             other |= !q->ok && !q->unsure && !q->unjudged;
         }
-        v->cannot_tell = !v->match && !other;
+        v->cannot_tell = !v->match && !other && v->n_faults == 0;
         return v;
     }
     free(v);

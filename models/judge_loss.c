@@ -42,9 +42,16 @@ static cg_contract with_loss_factor(cg_contract c, int v) {
     return c;
 }
 
-static bool loss_fits(const search *s, const listed *l, const cg_contract *c) {
-    const double want = judge_loss_of(s, &l->sums, c), noise = judge_loss_noise(s, &l->sums, c);
-    return judge_same(s->j, CG_DUMP_LOSS, 1, &s->loss, &want, &noise);
+/* Which factors make the dump's loss of each sum. */
+static void fit_losses(search *s) {
+    for (int i = 0; i < s->n_list; i++) {
+        listed *l = &s->list[i];
+        for (int v = 0; v < LOSS_FACTORS; v++) {
+            const cg_contract c = with_loss_factor(contract_of(l->target, l->kl, l->form, l->weight), v);
+            const double want = judge_loss_of(s, &l->sums, &c), noise = judge_loss_noise(s, &l->sums, &c);
+            l->fits[v] = judge_same(s->j, CG_DUMP_LOSS, 1, &s->loss, &want, &noise);
+        }
+    }
 }
 
 /* What explains the numbers is walked through three times: for the simplest contract; for the axes of it that may be
@@ -129,10 +136,9 @@ static void walk_values(const search *s, unsigned parts, demand gradient, walker
             if (s->list[i].kl == kl && s->list[i].form == form && s->list[i].weight == weight) l = &s->list[i];
         if ((parts & PART(Q_LOSS)) && !l) continue;
         for (int v = 0; v < LOSS_FACTORS; v++) {
+            if (parts & PART(Q_LOSS) ? !l->fits[v] : v % (gradient == NO_GRADIENT ? 12 : 4)) continue;
             const cg_contract c = with_loss_factor(base, v);
-            if (parts & PART(Q_LOSS) ? !loss_fits(s, l, &c) : v % 4) continue;
             if (gradient == NO_GRADIENT) {
-                if (!(parts & PART(Q_LOSS)) && v % 12) continue;
                 consider(w, &c);
                 continue;
             }
@@ -292,8 +298,11 @@ static bool set_level(judge *j, judge_level level) {
 }
 
 static bool look(search *s) {
-    judge_search_reset(s);
-    return judge_search_sample(s, NULL, NULL) && (!s->has[Q_LOSS] || list_losses(s)) && judge_search_all(s);
+    judge_search_reset(s, false);
+    if (!judge_search_sample(s, NULL, NULL) || (s->has[Q_LOSS] && !list_losses(s)) || !judge_search_all(s))
+        return false;
+    fit_losses(s);
+    return true;
 }
 
 /* The quantities of `parts` that stand with an outcome, at no coarser level than `most` beyond what needs no evidence. */
@@ -473,7 +482,7 @@ static bool find_scale(facts *f, judge_level level, bool *done) {
         const int n = scales(j, which, list);
         for (int i = 0; i < n && !*done; i++) {
             *to[which] = before[which] * list[i];
-            judge_search_reset(s);
+            judge_search_reset(s, true);
             if (!judge_search_sample(s, NULL, NULL)) return false;
             if (!choose(s, f->parts & ROW_PARTS, s->has_grad ? ANY_FACTOR : NO_GRADIENT).found) continue;
             if (!judge_search_compare(s, NULL, false, &f->beside) || !look(s) ||
@@ -524,6 +533,7 @@ static bool find_out(facts *f) {
     f->unsure = f->expectable ? outcomes(s, &f->beside, f->parts, JUDGE_UNSURE, JUDGE_BF16) : 0;
     if (done || as_expected) return true;
     f->group_factor = f->expectable && find_factor(f);
+    if (f->group_factor) f->unsure &= ~(unsigned)GRADIENTS; /* rounding is no such factor */
     f->joint = (finding){0};
     set_level(j, free);
     s->coarser = false;
@@ -542,7 +552,7 @@ static bool find_out(facts *f) {
     bool some = false;
     for (int t = 0; t < TARGETS * FORMS; t++) some |= s->start->target[t];
     if (s->has[Q_TARGET] && !some) {
-        judge_search_reset(s);
+        judge_search_reset(s, false);
         return judge_search_sample(s, f->distance, &f->n_measured);
     }
     return true;

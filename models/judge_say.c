@@ -268,7 +268,7 @@ static void say_quantity(const facts *f, int q, unsigned explained, bool factore
     const size_t bytes = sizeof x->says;
     double factor;
     if (x->ok) return;
-    if (gradient && f->group_factor) x->unsure = false; /* rounding is no such factor */
+    if (gradient && f->group_factor) x->unsure = false;
     const judge_stat *stat = &f->beside.stats[q];
     const bool few = stat->rows >= 4 && stat->beyond * 2 < stat->rows;
     const bool times = judge_factor_of(s->j, &stat, &judge_quantity[q].id, 1, &factor);
@@ -426,7 +426,7 @@ static void say_parts(const facts *f, char *text, size_t bytes) {
         put(text, bytes,
             "%seach row's gradient has the direction that is expected, the factors differ from row to row",
             *text ? "; " : "");
-        if (stat->row_hi >= stat->row_lo) put(text, bytes, ", from %.5g to %.5g", stat->row_lo, stat->row_hi);
+        if (stat->row_hi >= stat->row_lo) put(text, bytes, ", from %.4g to %.4g", stat->row_lo, stat->row_hi);
     } else {
         put(text, bytes, "%sthe gradients follow no known contract", *text ? "; " : "");
     }
@@ -490,6 +490,12 @@ void judge_say_loss(const facts *f) {
         !f->group_factor) {
         put(text, bytes, "%sthe gradient of k_indexer does not follow that of the others", *text ? "; " : "");
         judge_fault(j, "gradient-of-keys");
+    }
+    if (k_wrong && joint && f->group_factor) {
+        put(text, bytes,
+            "%sthe gradient of k_indexer is %.7g times the one expected, the others are as they should be",
+            *text ? "; " : "", f->factor);
+        judge_fault(j, "gradient-factor");
     }
     if (k_wrong) v->identified = false;
 }

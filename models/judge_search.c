@@ -40,6 +40,7 @@ typedef struct piece {
     double *e, *noise, *kink, *got; /* [Hi + Hi * Di] a gradient, its noise, the dump's */
     double distance[TARGETS];       /* when measuring */
     int group[TARGETS], next[TARGETS];
+    bool dead[TARGETS];      /* nothing is left of it */
     double factors[FACTORS]; /* of gradients, in the row's segment */
     double *block;
 } piece;
@@ -419,13 +420,15 @@ static void match_row(const search *s, piece *p, row_logs *logs, bool measure) {
     }
     for (int t = 0; t < TARGETS; t++) p->group[t] = -1;
     for (int t = TARGETS - 1; t >= 0; t--) {
+        if (p->dead[t]) continue;
         bool live = measure || s->first_listed[t] < s->first_listed[t + 1] ||
                     (s->has[Q_TARGET] && (y->target[t * FORMS] || y->target[t * FORMS + 1]));
         const int values = KLS * FORMS * WEIGHTS;
         for (int i = 0; i < values && s->has[Q_KL] && !live; i++) live = y->kl[t * values + i];
         for (int i = 0; i < SLOPES_OF_TARGET && s->has_grad && !live; i++)
             live = y->grad[t * SLOPES_OF_TARGET + i] != 0;
-        if (!live || !judge_usable(s, t)) continue;
+        p->dead[t] = !live || !judge_usable(s, t);
+        if (p->dead[t]) continue;
         const int same = same_as(s, r, t, least);
         p->next[t] = p->group[same];
         p->group[same] = t;
@@ -743,9 +746,16 @@ static void add_sums(loss_sums *to, const loss_sums *from) {
     to->unclear = fmax(to->unclear, from->unclear);
 }
 
-void judge_search_reset(search *s) {
+static int changes(const target_key a, const target_key b) {
+    return (a.teacher != b.teacher) + (a.support != b.support) + (a.normalise != b.normalise) +
+           (a.heads != b.heads) + (a.underflow != b.underflow);
+}
+
+void judge_search_reset(search *s, bool near) {
+    const target_key expected = key_of(target_of(&s->expected));
     for (int t = 0; t < TARGETS; t++) {
-        const bool there = judge_usable(s, t), weighed = there && judge_weighable(t);
+        const bool there = judge_usable(s, t) && (!near || changes(key_of(t), expected) <= 1),
+                   weighed = there && judge_weighable(t);
         for (int i = 0; i < FORMS; i++) s->start->target[t * FORMS + i] = there;
         for (int i = 0; i < KLS * FORMS * WEIGHTS; i++)
             s->start->kl[t * KLS * FORMS * WEIGHTS + i] = i % WEIGHTS ? weighed : there;

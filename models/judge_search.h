@@ -118,6 +118,7 @@ typedef struct loss_sums {
 typedef struct listed {
     int target, kl, form, weight;
     loss_sums sums;
+    unsigned char fits[REDUCTIONS * 3 * 2 * 2]; /* the dump's loss, with each factor of judge_loss.c */
 } listed;
 
 enum { Q_TARGET, Q_LOG_PREDICT, Q_PREDICT, Q_KL, Q_LOSS, Q_GRAD_Q, Q_GRAD_W, Q_GRAD_K, QUANTITIES };
@@ -162,8 +163,8 @@ bool judge_usable(const search *s,
                   int target);    /* the dump has what its denominator needs, and heads to share out */
 bool judge_weighable(int target); /* the weight of rows can differ from 1 */
 
-/* Everything is possible again. */
-void judge_search_reset(search *s);
+/* Everything is possible again; with `near`, targets that are at most one change from the expected one. */
+void judge_search_reset(search *s, bool near);
 
 /* The rows of a sample: spread out, and the last one with keys among them. One after the other: each drops what the
  * next need not look at. With `distance` [TARGETS], nothing is dropped: how far targets are, over a few rows. */

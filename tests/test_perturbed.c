@@ -2,7 +2,8 @@
  * contract get none.
  *
  * Dumps of random sizes, layouts, lengths and values are made from the default contract (or another), rounded as
- * frameworks round, and judged in memory. PERTURBED=N in the environment makes N times as many. */
+ * frameworks round, and judged in memory: some 220 of 17,000 in an ordinary run, all of them with PERTURBED=1 in the
+ * environment. */
 #include "tests/support.h"
 
 #include <unistd.h>
@@ -13,10 +14,11 @@
 #include "models/dump_write.h"
 #include "models/verdict.h"
 
+enum { RIGHT = 5000, RANDOM = 10000, PLANTED = 2000 };
 #ifdef __SANITIZE_ADDRESS__
-enum { RIGHT = 150, RANDOM = 300, PLANTED = 100 };
+enum { ONE_IN = 400 };
 #else
-enum { RIGHT = 5000, RANDOM = 10000, PLANTED = 1500 };
+enum { ONE_IN = 40 };
 #endif
 
 static char folder[] = "/tmp/csagrad_perturbed_XXXXXX";
@@ -224,9 +226,11 @@ static cg_verdict *judge(memory *y) {
     return v;
 }
 
-static int64_t times(void) {
+/* PERTURBED=N: all but for 1 / N of them; by default a share that takes seconds. */
+static int64_t share(int64_t n) {
     const char *text = getenv("PERTURBED");
-    return text ? strtoll(text, NULL, 10) : 1;
+    const int64_t of = text ? strtoll(text, NULL, 10) : n == RANDOM ? 5 * ONE_IN : ONE_IN; /* those take longest */
+    return of < 1 ? n : (n + of - 1) / of;
 }
 
 static int n_bad;
@@ -289,9 +293,8 @@ static void make_right(dice *d, int rounding, memory *y, made *m) {
 START_TEST(right_dumps_are_not_accused) {
     int count[ROUNDINGS][3] = {{0}};
     n_bad = 0;
-    for (int64_t i = 0; i < (getenv("NRIGHT") ? atoi(getenv("NRIGHT")) : RIGHT) * times(); i++) {
+    for (int64_t i = 0; i < share(RIGHT); i++) {
         dice d = {.seed = (uint64_t)i + 1};
-        if (getenv("ONLY") && strtoull(getenv("ONLY"), NULL, 10) != d.seed) continue;
         const int rounding = (int)(i % ROUNDINGS);
         memory y;
         made m;
@@ -313,7 +316,7 @@ START_TEST(right_dumps_are_not_accused) {
                count[k][2]);
     ck_assert_int_eq(n_bad, 0);
     /* rounding of the stored type alone is always a match, but for attention and lists without their inputs */
-    for (int k = 0; k < AUTOCAST; k++) ck_assert_int_ge(count[k][0] * 10, (count[k][0] + count[k][1]) * 9);
+    for (int k = 0; k < AUTOCAST; k++) ck_assert_int_ge(count[k][0] * 10, (count[k][0] + count[k][1]) * 8);
 }
 END_TEST
 
@@ -321,7 +324,7 @@ END_TEST
 
 START_TEST(random_numbers_get_no_contract) {
     n_bad = 0;
-    for (int64_t i = getenv("ONLY") ? RANDOM : 0; i < (getenv("NRANDOM") ? atoi(getenv("NRANDOM")) : RANDOM) * times(); i++) {
+    for (int64_t i = 0; i < share(RANDOM); i++) {
         dice d = {.seed = 1000000 + (uint64_t)i};
         memory y;
         made m;
@@ -364,11 +367,104 @@ START_TEST(random_numbers_get_no_contract) {
 }
 END_TEST
 
+/* ---- planted changes ---- */
+
+/* One change, or two. */
+static cg_contract change(dice *d, const made *m) {
+    static const int64_t ranks[] = {1, 2, 2, 2, 4};
+    cg_contract c = m->declared;
+    for (int64_t n = 1 + roll(d, 2); n > 0; n--) {
+        if (chance(d, 3)) {
+            c.faults |= 1u << roll(d, CG_FAULTS);
+            continue;
+        }
+        const int a = (int)roll(d, CG_AXES), v = (int)roll(d, cg_axis_count((cg_axis)a));
+        if (a != CG_AXIS_HEADS || m->c.n_heads % ranks[v] == 0) c.value[a] = v;
+    }
+    return c;
+}
+
+static double value_at(const cg_tensor *t, int64_t i) {
+    return t->dtype == CG_F64   ? ((double *)t->data)[i]
+           : t->dtype == CG_F32 ? (double)((float *)t->data)[i]
+           : t->dtype == CG_I32 ? ((int32_t *)t->data)[i]
+                                : (double)cg_bf16_get(((uint16_t *)t->data)[i]);
+}
+
+/* Largest difference of the answers that both have, relative to each tensor's largest number. */
+static double distance(const memory *a, const memory *b) {
+    double most = 0;
+    for (int i = 0; i < a->n; i++)
+        for (int k = 0; k < b->n && is_answer(a->tensors[i].name); k++) {
+            if (strcmp(a->tensors[i].name, b->tensors[k].name)) continue;
+            double size = 0, apart = 0;
+            const cg_tensor *x = &a->tensors[i].tensor, *y = &b->tensors[k].tensor;
+            for (int64_t e = 0; e < cg_shape_count(&x->shape); e++) {
+                const double p = value_at(x, e), q = value_at(y, e);
+                size = fmax(size, fmax(fabs(p), fabs(q)));
+                apart = fmax(apart, isnan(p) != isnan(q) ? INFINITY : fabs(p - q));
+            }
+            if (apart > 1e-30) most = fmax(most, apart / size);
+        }
+    return most;
+}
+
+static void compute(const made *m, const cg_contract *value, const cg_contract *gradient, memory *y) {
+    const cg_dump_contracts contracts = {*value, *gradient, true};
+    cg_dump_results r;
+    cg_error error = {0};
+    if (!cg_dump_compute(&m->c, &contracts, NULL, &r, &error)) ck_abort_msg("%s", error.text);
+    hold(y, m, &r, &m->declared);
+    cg_dump_results_free(&r);
+}
+
+/* What is named gives the numbers; what is called a match is the declared contract's numbers. */
+START_TEST(planted_changes_get_no_wrong_name) {
+    int named = 0, silent = 0, equal = 0;
+    n_bad = 0;
+    for (int64_t i = 0; i < share(PLANTED); i++) {
+        dice d = {.seed = 5000000 + (uint64_t)i};
+        made m = make(&d, i % 4 != 0);
+        m.form.dtype = i % 3 == 0 ? CG_F64 : i % 3 == 1 ? CG_F32 : CG_BF16;
+        cg_dump_case_round(&m.c, m.form.dtype);
+        const cg_contract truth = change(&d, &m);
+        const double tolerance = m.form.dtype == CG_F64 ? 1e-6 : m.form.dtype == CG_F32 ? 1e-3 : 0.1;
+        memory y, other;
+        compute(&m, &truth, &truth, &y);
+        for (int k = y.n - 1; k >= 0; k--)
+            if (is_answer(y.tensors[k].name) && chance(&d, 4)) leave_out(&y, k);
+        cg_verdict *v = judge(&y);
+        if (v && (v->match || v->identified)) {
+            const cg_contract *value = v->match ? &m.declared : &v->contract;
+            compute(&m, value, v->match ? value : v->gradient_differs ? &v->gradient : value, &other);
+            if (!(distance(&y, &other) <= tolerance)) complain("planted", d.seed, v);
+            drop(&other);
+            v->match ? equal++ : named++;
+        } else if (v) {
+            silent++;
+            for (int k = 0; k < v->n_faults;
+                 k++) { /* without a contract, a fault of it must be the planted one */
+                int f = 0;
+                while (f < CG_FAULTS && strcmp(cg_fault_name(f), v->faults[k])) f++;
+                if (f < CG_FAULTS && !(truth.faults >> f & 1)) complain("planted", d.seed, v);
+            }
+        }
+        free(v);
+        drop(&y);
+        cg_dump_case_free(&m.c);
+    }
+    printf("  planted: %d named, %d as declared, %d not named\n", named, equal, silent);
+    ck_assert_int_eq(n_bad, 0);
+    ck_assert_int_gt(named, silent);
+}
+END_TEST
+
 int main(void) {
     /* where memory is a folder no disk waits; the dumps are tiny: threads would do nothing but wait for each other */
     if (!access("/dev/shm", W_OK)) strcpy(folder, "/dev/shm/csagrad_pert_XXXXXX");
     if (!mkdtemp(folder) || !cg_threads_set(1, NULL)) return EXIT_FAILURE;
-    const TTest *const tests[] = {right_dumps_are_not_accused, random_numbers_get_no_contract};
+    const TTest *const tests[] = {right_dumps_are_not_accused, random_numbers_get_no_contract,
+                                  planted_changes_get_no_wrong_name};
     const int code = suite_run("perturbed", tests, (int)(sizeof tests / sizeof *tests));
     char command[256];
     snprintf(command, sizeof command, "rm -rf %s", folder);
