@@ -2,12 +2,13 @@
  *
  * Expected is the default contract, with the support and reduction that the dump declares. Everything is computed in
  * f64 from the dump's inputs; what float arithmetic may differ by is measured on a sample of rows and carried through
- * each formula, so that an error has a size in units of expected rounding. A value that stored f64 numbers miss at f64
- * rounding is looked at again at f32 rounding: many frameworks store f32 results as f64.
+ * each formula, so that an error has a size in units of expected rounding. Each answer is judged by the rounding of its own
+ * numbers, and by the finest arithmetic that its inputs allow; coarser arithmetic is thought of where nothing else explains
+ * the numbers, and believed where it shows (models/judge.h).
  *
  * The search: all combinations of the axes (and the faults that act on a row) are held against a row, those that do
- * not give its numbers are dropped, and the next row follows. Rows of gradients are compared free of a common factor,
- * which is named afterwards (divisor, coefficient, sign). */
+ * not give its numbers are dropped, and the next row follows. What is left is named only if the numbers that tell it
+ * from the expected contract are too many for chance: v->identified. */
 #ifndef CG_MODELS_VERDICT_H
 #define CG_MODELS_VERDICT_H
 

@@ -1,7 +1,8 @@
 /* csagrad check: which contract does a dump follow, and where does it first differ?
  *
  * Every quantity of the dump (selection, attention, target, loss, gradients) beside what is expected, which is the
- * engine's default with the support and reduction that the dump declares; then the contract that explains the numbers.
+ * engine's default with the support and reduction that the dump declares; then the contract that explains the numbers,
+ * where enough of them carry one.
  * Context and tensor parallel dumps must be gathered first.
  *
  *     csagrad check dump.safetensors --config model.json
@@ -138,8 +139,8 @@ static const struct argp_option options[] = {
     OPTION("row", KEY_ROW, NULL, GROUP_INPUT, "one query row, given by hand: see csagrad check --row --help"),
     {.doc = "Policy:", .group = GROUP_POLICY},
     OPTION("expect", KEY_EXPECT, "CONTRACT", GROUP_POLICY,
-           "AXIS=VALUE,... that the dump should follow (default: the engine's, with the dump's support and "
-           "reduction)"),
+           "AXIS=VALUE,... that the dump should follow; axes that are not named stay as the dump declares them "
+           "(default: the engine's, with the dump's support and reduction)"),
     OPTION("tolerance", KEY_TOLERANCE, "X", GROUP_POLICY,
            "allowed error relative to a row's largest magnitude (default: 4 units of expected rounding)"),
     OPTION("threads", KEY_THREADS, "N", GROUP_POLICY, "results do not depend on it (default: all processors)"),
@@ -149,19 +150,20 @@ static const struct argp_option options[] = {
     {.name = "json", .key = TOOL_JSON, .group = GROUP_OUTPUT, .doc = "print JSON"},
     {0}};
 static const struct argp_child children[] = {TOOL_CHILD(tool_device_argp), {0}};
-static const struct argp argp = {
-    options,
-    parse,
-    "FILE...",
-    "Say which contract a dump of CSA attention and its indexer loss follows, and "
-    "where it first differs. Reads "
-    "safetensors, npy and npz. Exits with 0 when all is as the default contract "
-    "has it, with 1 when something differs or "
-    "another contract is found, with 2 for bad input. --device is for gated pooling and "
-    "--row: attention and its loss are judged row by row, on the CPU.",
-    children,
-    NULL,
-    NULL};
+static const struct argp argp = {options,
+                                 parse,
+                                 "FILE...",
+                                 "Say which contract a dump of CSA attention and its indexer loss follows, and "
+                                 "where it first differs. Reads "
+                                 "safetensors, npy and npz. Ends with match, no match or cannot tell. Exits "
+                                 "with 0 when every answer is judged "
+                                 "and as the default contract has it, with 1 when something differs, another "
+                                 "contract is found or not all could "
+                                 "be judged, with 2 for bad input. --device is for gated pooling and "
+                                 "--row: attention and its loss are judged row by row, on the CPU.",
+                                 children,
+                                 NULL,
+                                 NULL};
 
 /* ---- output ---- */
 
