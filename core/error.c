@@ -7,11 +7,13 @@
  * characters show as \x1b, those of two bytes in UTF-8 too. */
 static void put_clean(char *to, size_t room, const char *from) {
     unsigned char before = 0;
-    for (const unsigned char *c = (const unsigned char *)from; *c && room > 4; before = *c++) {
+    for (const unsigned char *c = (const unsigned char *)from; *c; before = *c++) {
         bool opens = *c == 0xc2 && c[1] >= 0x80 && c[1] < 0xa0, closes = before == 0xc2 && *c < 0xa0;
-        size_t n = 1;
-        if (*c < ' ' || *c == 0x7f || opens || (closes && *c >= 0x80))
-            n = (size_t)sprintf(to, "\\x%02x", *c);
+        bool escaped = *c < ' ' || *c == 0x7f || opens || (closes && *c >= 0x80);
+        size_t n = escaped ? 4 : 1;
+        if (n >= room) break;
+        if (escaped)
+            sprintf(to, "\\x%02x", *c);
         else
             *to = (char)*c;
         to += n;

@@ -543,7 +543,13 @@ static bool find_out(facts *f) {
         if (done) return true;
         f->joint = (finding){0};
     }
-    if ((f->as_expected | f->unsure) == f->parts) return look(s) && find_parts(f, free);
+    if ((f->as_expected | f->unsure) == f->parts) {
+        if (!look(s) || !find_parts(f, free)) return false;
+        const finding *v = &f->value; /* a loss that hits another contract closely is no rounding */
+        if (v->choice.found && v->carried && !(v->given & ~v->explained) && v->beside.tells[Q_LOSS].bits >= 10)
+            f->unsure &= ~PART(Q_LOSS);
+        return true;
+    }
     if (!f->group_factor) {
         if (!find_scale(f, free, &done)) return false;
         if (done) return true;

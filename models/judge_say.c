@@ -268,7 +268,7 @@ static void say_quantity(const facts *f, int q, unsigned explained, bool factore
     const size_t bytes = sizeof x->says;
     double factor;
     if (x->ok) return;
-    if (gradient && f->group_factor) x->unsure = false;
+    if ((gradient && f->group_factor) || (explained & PART(q))) x->unsure = false;
     const judge_stat *stat = &f->beside.stats[q];
     const bool few = stat->rows >= 4 && stat->beyond * 2 < stat->rows;
     const bool times = judge_factor_of(s->j, &stat, &judge_quantity[q].id, 1, &factor);
