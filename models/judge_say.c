@@ -388,7 +388,12 @@ static void say_parts(const facts *f, char *text, size_t bytes) {
             put(text, bytes, "; the rest follows no known contract together with it");
         add_faults(j, c, &f->s->expected);
     } else if (values & wrong || !f->expectable) {
-        if (f->expectable || !x->choice.found) put(text, bytes, "your loss follows no known contract");
+        if (!f->expectable && !x->choice.found)
+            put(text, bytes,
+                "no contract of the compressed keys alone gives your loss, and no other can be formed "
+                "without kv and sink, or non_compressed_lse");
+        else if (f->expectable)
+            put(text, bytes, "your loss follows no known contract");
         if (x->choice.found) say_few(f, x, text, bytes);
         put_numbers(j, text, bytes);
     }

@@ -236,6 +236,23 @@ START_TEST(rounding_is_no_contract) {
 }
 END_TEST
 
+/* Without what stands beside the compressed keys nothing is known of the default contract: it is not accused. */
+START_TEST(what_cannot_be_formed_is_not_judged) {
+    changed y = dump_of(2, 40, 3, false);
+    keep(&y, "out.loss");
+    for (int i = y.n - 1; i >= 0; i--)
+        if (!strcmp(y.tensors[i].name, "in.kv") || !strcmp(y.tensors[i].name, "in.sink")) {
+            free(y.tensors[i].tensor.data);
+            y.tensors[i] = y.tensors[--y.n];
+        }
+    cg_verdict *v = judge_changed(&y);
+    ck_assert(!v->match && v->cannot_tell && !v->identified && v->n_faults == 0 && find(v, "loss")->unjudged);
+    if (!strstr(v->sentence, "no other can be formed without kv and sink")) ck_abort_msg("%s", v->sentence);
+    free(v);
+    forget(&y);
+}
+END_TEST
+
 /* One factor for all is one fault. */
 START_TEST(factors_are_named_once) {
     static const char *const gradients[] = {"grad.q_indexer", "grad.weights", "grad.k_indexer"};
@@ -353,6 +370,7 @@ int main(void) {
     const TTest *const tests[] = {each_is_answered_right,
                                   what_is_said_of_them,
                                   rounding_is_no_contract,
+                                  what_cannot_be_formed_is_not_judged,
                                   factors_are_named_once,
                                   scales_are_found,
                                   no_tensor_borrows_another_ones_rounding,
