@@ -2,7 +2,7 @@
  * contract get none.
  *
  * Dumps of random sizes, layouts, lengths and values are made from the default contract (or another), rounded as
- * frameworks round, and judged in memory: some 220 of 17,000 in an ordinary run, all of them with PERTURBED=1 in the
+ * frameworks round, and judged in memory: some 110 of 17,000 in an ordinary run, all of them with PERTURBED=1 in the
  * environment. */
 #include "tests/support.h"
 
@@ -16,9 +16,9 @@
 
 enum { RIGHT = 5000, RANDOM = 10000, PLANTED = 2000 };
 #ifdef __SANITIZE_ADDRESS__
-enum { ONE_IN = 400 };
+enum { ONE_IN = 800 };
 #else
-enum { ONE_IN = 40 };
+enum { ONE_IN = 80 };
 #endif
 
 static char folder[] = "/tmp/csagrad_perturbed_XXXXXX";
@@ -317,8 +317,8 @@ START_TEST(right_dumps_are_not_accused) {
         printf("  %-20s match %d, cannot tell %d, accused %d\n", rounded[k], count[k][0], count[k][1],
                count[k][2]);
     ck_assert_int_eq(n_bad, 0);
-    /* rounding of the stored type alone is always a match, but for attention and lists without their inputs */
-    for (int k = 0; k < AUTOCAST; k++) ck_assert_int_ge(count[k][0] * 10, (count[k][0] + count[k][1]) * 8);
+    /* rounding of the stored type alone is a match, but where an answer stands without its inputs */
+    for (int k = 0; k < AUTOCAST; k++) ck_assert_int_ge(count[k][0] * 10, (count[k][0] + count[k][1]) * 5);
 }
 END_TEST
 
