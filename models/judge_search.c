@@ -376,6 +376,8 @@ static void match_group(const search *s, piece *p, row_logs *logs, int t, bool m
             }
         }
         const double *log_p = logs_of(s, p, logs, &c);
+        double plain = 0, plain_noise = 0; /* of one kl, before the weight of the row */
+        int made_kl = -1;
         for (int i = 0; i < KLS * WEIGHTS; i++) {
             const int kl = i / WEIGHTS, weight = i % WEIGHTS;
             bool test = false, sum = false;
@@ -387,8 +389,12 @@ static void match_group(const search *s, piece *p, row_logs *logs, int t, bool m
             if (!test && !sum) continue;
             const cg_contract k = contract_of(t, kl, form, weight);
             const double counts = cg_contract_row_weight(&k, &row);
-            const double plain = cg_contract_kl(&k, &row, target, log_p), value = counts * plain;
-            const double u = counts * kl_noise(s, r, &k, plain, target, log_p);
+            if (made_kl != kl) {
+                plain = cg_contract_kl(&k, &row, target, log_p);
+                plain_noise = kl_noise(s, r, &k, plain, target, log_p);
+                made_kl = kl;
+            }
+            const double value = counts * plain, u = counts * plain_noise;
             if (test) {
                 double dump_value;
                 cg_dump_row(j->d, CG_DUMP_KL, r->t, &dump_value);
