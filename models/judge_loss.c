@@ -3,8 +3,9 @@
  * words are made in judge_say.c.
  *
  * A contract may be named when numbers that tell it from the expected one fit it, enough of them that none of the
- * contracts tried would by chance. One number, the loss, never does. Arithmetic coarser than that of the inputs is thought of only
- * when no contract explains the numbers without, and is believed where it shows (judge_outcome_of). */
+ * contracts tried would by chance. One number, the loss, never does. Arithmetic coarser than that of the inputs is
+ * thought of only when no contract explains the numbers without, and is believed where it shows
+ * (judge_outcome_of). */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -342,8 +343,8 @@ static bool is_simple(double x) {
     return false;
 }
 
-/* One factor for all indexer gradients that are not as expected. Few numbers have some factor by chance or by rounding: then it must be
- * a simple one, and hit closely. */
+/* One factor for all indexer gradients that are not as expected. Few numbers have some factor by chance or by
+ * rounding: then it must be a simple one, and hit closely. */
 static bool find_factor(facts *f) {
     const unsigned off = f->parts & GRADIENTS & ~f->as_expected;
     int64_t n = 0, rows = 0;
@@ -351,11 +352,11 @@ static bool find_factor(facts *f) {
     if (!off || !factor_of(f->s, &f->beside, off, &f->factor)) return false;
     for (int q = Q_GRAD_Q; q <= Q_GRAD_K; q++) {
         const judge_stat *stat = &f->beside.stats[q];
+        const judge_factor *own = &stat->factor[f->s->j->own[judge_quantity[q].id]];
         if (!(off & PART(q))) continue;
-        n += stat->factor[f->s->j->own[judge_quantity[q].id]].n;
+        n += own->n;
         rows += stat->beyond;
-        width = fmin(width, stat->factor[f->s->j->own[judge_quantity[q].id]].hi -
-                                stat->factor[f->s->j->own[judge_quantity[q].id]].lo);
+        width = fmin(width, own->hi - own->lo);
     }
     const bool simple = n >= 4 && width < 1e-3 * fabs(f->factor) && is_simple(f->factor);
     return simple || (n >= 6 && rows >= 3 && !(off & f->unsure));
