@@ -209,7 +209,9 @@ static int by_number(const void *a, const void *b) {
     return ((const candidate *)a)->number - ((const candidate *)b)->number;
 }
 
-static bool list_losses(search *s) {
+/* alive: those alone that the rows leave, if there are rows; otherwise the likelier ones of the rest too, which the loss
+ * alone could speak for. */
+static bool list_losses(search *s, bool alive) {
     candidate *all = malloc(VALUES * sizeof *all);
     unsigned rows = 0;
     int n = 0;
@@ -232,6 +234,8 @@ static bool list_losses(search *s) {
             price = -2;
         else if (fits)
             price = price / 1000 - 1; /* before those that only the loss could speak for */
+        else if (alive && (rows || s->has_grad))
+            continue;
         all[n++] = (candidate){price, number};
     }
     qsort(all, (size_t)n, sizeof *all, by_cost);
@@ -298,9 +302,11 @@ static bool set_level(judge *j, judge_level level) {
     return changed;
 }
 
-static bool look(search *s) {
+/* as_expected: all numbers are; what else gives them is looked for. */
+static bool look(search *s, bool as_expected) {
     judge_search_reset(s, false);
-    if (!judge_search_sample(s, NULL, NULL) || (s->has[Q_LOSS] && !list_losses(s)) || !judge_search_all(s))
+    if (!judge_search_sample(s, NULL, NULL) || (s->has[Q_LOSS] && !list_losses(s, as_expected)) ||
+        !judge_search_all(s))
         return false;
     fit_losses(s);
     return true;
@@ -362,6 +368,10 @@ static bool find_factor(facts *f) {
     return simple || (n >= 6 && rows >= 3 && !(off & f->unsure));
 }
 
+static bool same_contract(const cg_contract *a, const cg_contract *b) {
+    return a->faults == b->faults && !memcmp(a->value, b->value, sizeof a->value);
+}
+
 /* How the dump stands beside what was chosen for `given`; any_factor: gradients have a direction only. */
 static bool examine(facts *f, finding *x, unsigned given, bool any_factor, judge_level level) {
     search *s = f->s;
@@ -371,7 +381,13 @@ static bool examine(facts *f, finding *x, unsigned given, bool any_factor, judge
     /* whether padding counts is seen in the loss for the value, in the gradients of padding rows for those */
     x->beside.gradient.faults &= ~(unsigned)CG_FAULT_PADDING_IN_LOSS;
     if (f->beside.padding_grad) x->beside.gradient.faults |= CG_FAULT_PADDING_IN_LOSS;
-    if (!judge_search_compare(s, &f->beside, any_factor, &x->beside)) return false;
+    const bool empty =
+        f->beside.empty_value || f->beside.empty_grad; /* counted beside the expected one alone */
+    if (!any_factor && !empty && same_contract(&x->beside.value, &f->beside.value) &&
+        same_contract(&x->beside.gradient, &f->beside.gradient))
+        x->beside = f->beside; /* nothing tells it from itself */
+    else if (!judge_search_compare(s, &f->beside, any_factor, &x->beside))
+        return false;
     x->explained = outcomes(s, &x->beside, f->parts, JUDGE_SAME, level);
     unsigned factored = f->parts & GRADIENTS;
     if (any_factor) {
@@ -413,7 +429,7 @@ static bool find_joint(facts *f, judge_level level, bool keys, bool *done) {
     if (!*done || !any) return true;
     /* with the factor known, rows tell more than by their directions */
     f->s->gradient_factor = x->factor;
-    const bool ok = look(f->s);
+    const bool ok = look(f->s, false);
     f->s->gradient_factor = 1;
     const choice named_now = choose(s, f->parts & VALUE_PARTS, NAMED_FACTOR);
     if (ok && named_now.found && judge_cost(&named_now.c, &x->choice.c) == 0) x->choice = named_now;
@@ -486,7 +502,7 @@ static bool find_scale(facts *f, judge_level level, bool *done) {
             judge_search_reset(s, true);
             if (!judge_search_sample(s, NULL, NULL)) return false;
             if (!choose(s, f->parts & ROW_PARTS, s->has_grad ? ANY_FACTOR : NO_GRADIENT).found) continue;
-            if (!judge_search_compare(s, NULL, false, &f->beside) || !look(s) ||
+            if (!judge_search_compare(s, NULL, false, &f->beside) || !look(s, false) ||
                 !find_joint(f, level, false, done))
                 return false;
             *done &= f->joint.beside.numbers >= 3;
@@ -526,7 +542,7 @@ static bool find_out(facts *f) {
         as_expected = f->as_expected == f->parts;
         if (level == JUDGE_F16 && !as_expected)
             continue; /* other contracts are looked for once, at the coarsest */
-        if (!look(s) || !find_joint(f, level, true, &done)) return false;
+        if (!look(s, as_expected) || !find_joint(f, level, true, &done)) return false;
         if (done) j->ceiling = level;
         if (j->tolerance > 0) break;
     }
@@ -539,13 +555,13 @@ static bool find_out(facts *f) {
     set_level(j, free);
     s->coarser = false;
     if (f->parts & PART(Q_GRAD_K) & ~f->as_expected & ~f->unsure) {
-        if (!look(s) || !find_joint(f, free, false, &done)) return false;
+        if (!look(s, false) || !find_joint(f, free, false, &done)) return false;
         if (done) j->ceiling = free;
         if (done) return true;
         f->joint = (finding){0};
     }
     if ((f->as_expected | f->unsure) == f->parts) {
-        if (!look(s) || !find_parts(f, free)) return false;
+        if (!look(s, false) || !find_parts(f, free)) return false;
         const finding *v = &f->value; /* a loss that hits another contract closely is no rounding */
         if (v->choice.found && v->carried && !(v->given & ~v->explained) && v->beside.tells[Q_LOSS].bits >= 10)
             f->unsure &= ~PART(Q_LOSS);
@@ -555,7 +571,7 @@ static bool find_out(facts *f) {
         if (!find_scale(f, free, &done)) return false;
         if (done) return true;
     }
-    if (!look(s) || !find_parts(f, free)) return false;
+    if (!look(s, false) || !find_parts(f, free)) return false;
     bool some = false;
     for (int t = 0; t < TARGETS * FORMS; t++) some |= s->start->target[t];
     if (s->has[Q_TARGET] && !some) {
