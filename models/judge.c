@@ -479,18 +479,20 @@ void judge_compare(const judge *j, cg_dump_id id, judge_stat *s, int64_t segment
                    const double *kink, int64_t independent) {
     const double wide = j->tolerance * (j->tolerance > 0 ? largest(want, n) : 0);
     cg_difference first = {.segment = segment, .position = position, .head = -1}, worst = first;
-    bool differs = false, beyond = false;
+    bool differs = false, beyond = false, excused = false;
     judge_factor row = any_factor;
     for (int64_t i = 0; i < n; i++) {
         const double error = error_of(got[i], want[i]);
         double own = 0;
         for (judge_level level = j->own[id]; level < JUDGE_LEVELS; level++) {
             const double corner = kink && level > JUDGE_F32 ? kink[i] : 0;
-            const double unit = j->tolerance > 0 ? wide : judge_unit(j, id, level, want[i], noise[i]) + corner;
+            const double plain = j->tolerance > 0 ? wide : judge_unit(j, id, level, want[i], noise[i]),
+                         unit = j->tolerance > 0 ? wide : plain + corner;
             const double units = units_of(error, unit);
             if (level == j->own[id]) own = units;
             if (!(units <= s->worst_units[level])) s->worst_units[level] = units;
             if (s->factor[level].lo <= s->factor[level].hi) narrow(j, &s->factor[level], got[i], want[i], unit);
+            if (level == JUDGE_BF16) excused |= corner > 0 && units_of(error, plain) > j->allowed;
             if (level != j->free[id]) continue;
             beyond |= units > j->allowed;
             narrow(j, &row, got[i], want[i], unit);
@@ -506,6 +508,7 @@ void judge_compare(const judge *j, cg_dump_id id, judge_stat *s, int64_t segment
     }
     s->rows += row.n > (n > 1) || beyond; /* one key has all of the mass, whatever the rounding */
     s->beyond += beyond;
+    s->excused += beyond && excused;
     if (row.n >= 3 && independent >= 2) {
         s->free_rows++;
         s->free_beyond += beyond && !has_factor(j, &row);
@@ -538,7 +541,7 @@ void judge_stat_merge(judge_stat *to, const judge_stat *from, int n_worst) {
         to->worst_units[level] = fmax(to->worst_units[level], from->worst_units[level]);
         meet(&to->factor[level], &from->factor[level]);
     }
-    to->rows += from->rows, to->beyond += from->beyond;
+    to->rows += from->rows, to->beyond += from->beyond, to->excused += from->excused;
     to->free_rows += from->free_rows, to->free_beyond += from->free_beyond;
     to->row_lo = fmin(to->row_lo, from->row_lo), to->row_hi = fmax(to->row_hi, from->row_hi);
     if (from->first_row >= 0 && (to->first_row < 0 || from->first_row < to->first_row)) {
@@ -565,7 +568,8 @@ judge_outcome judge_outcome_of(const judge *j, cg_dump_id id, const judge_stat *
         if (s->free_rows >= 8 && s->free_beyond * 8 < s->free_rows) return JUDGE_OTHER;
     }
     const bool free_enough = s->free_rows ? s->free_beyond >= 2 : s->beyond >= 8;
-    return s->beyond >= 3 && free_enough ? JUDGE_SAME : JUDGE_UNSURE;
+    const int64_t shown = s->beyond - s->excused; /* what takes a corner's other side shows no rounding */
+    return shown >= 3 && shown >= s->excused && free_enough ? JUDGE_SAME : JUDGE_UNSURE;
 }
 
 /* ---- the verdict ---- */
@@ -588,9 +592,7 @@ cg_quantity *judge_add(judge *j, const char *name, cg_dump_id id, const judge_st
                        .first = s->first,
                        .n_worst = s->n_worst};
     memcpy(q->worst, s->worst, sizeof q->worst);
-    if (outcome == JUDGE_SAME && level > j->own[id])
-        judge_note(j, "%s was probably computed in %s and is judged at its rounding", name,
-                   judge_level_name[level]);
+    if (outcome == JUDGE_SAME && level > j->own[id]) q->computed_in = judge_level_name[level];
     return q;
 }
 
@@ -618,6 +620,40 @@ void judge_fault(judge *j, const char *name) {
         snprintf(j->v->faults[j->v->n_faults++], sizeof j->v->faults[0], "%s", name);
 }
 
+static bool differs(const cg_quantity *q) { return !q->ok && !q->unsure && !q->unjudged; }
+
+/* Among answers of one part, from number `from` on, some may be explained by nothing: then coarse arithmetic explains none of
+ * them, since what is wrong with those may be what the others show. */
+static void doubt_arithmetic(judge *j, int from) {
+    cg_verdict *v = j->v;
+    bool other = false;
+    for (int i = from; i < v->n_quantities; i++) other |= differs(&v->quantities[i]);
+    for (int i = from; i < v->n_quantities && other; i++) {
+        cg_quantity *q = &v->quantities[i];
+        if (!q->computed_in) continue;
+        q->ok = false, q->unsure = true;
+        snprintf(q->says, sizeof q->says, "as expected to the rounding of %s at best", q->computed_in);
+        q->computed_in = NULL;
+    }
+}
+
+/* Coarser arithmetic, once for all answers that show it. */
+static void say_arithmetic(judge *j) {
+    const cg_verdict *v = j->v;
+    for (int level = JUDGE_F64; level < JUDGE_LEVELS; level++) {
+        char names[300] = "";
+        int n = 0;
+        for (int i = 0; i < v->n_quantities; i++) {
+            const size_t used = strlen(names);
+            if (v->quantities[i].computed_in == judge_level_name[level])
+                snprintf(names + used, sizeof names - used, "%s%s", n++ ? ", " : "", v->quantities[i].name);
+        }
+        if (n)
+            judge_note(j, "%s %s probably computed in %s and %s judged at its rounding", names,
+                       n > 1 ? "were" : "was", judge_level_name[level], n > 1 ? "are" : "is");
+    }
+}
+
 static cg_verdict *make_verdict(const cg_dump *d, const cg_verdict_options *o, cg_error *error) {
     cg_verdict *v = calloc(1, sizeof *v);
     const cg_contract expected = o->expected ? *o->expected : d->declared;
@@ -626,21 +662,26 @@ static cg_verdict *make_verdict(const cg_dump *d, const cg_verdict_options *o, c
         cg_fail(error, CG_FAILED, "out of memory for a verdict");
         return NULL;
     }
-    bool ok = judge_open(&j, d, o, v, error) && judge_selection(&j, error) && judge_attention(&j, error) &&
-              judge_loss(&j, &expected, error);
+    bool ok = judge_open(&j, d, o, v, error) && judge_selection(&j, error);
+    const int faults = v->n_faults, from = v->n_quantities;
+    ok = ok && judge_attention(&j, error);
+    if (v->n_faults == faults) doubt_arithmetic(&j, from);
+    const int known = v->n_faults, loss_from = v->n_quantities;
+    ok = ok && judge_loss(&j, &expected, error);
+    if (v->n_faults == known && !v->identified) doubt_arithmetic(&j, loss_from);
+    if (ok) say_arithmetic(&j);
     judge_close(&j);
     if (ok && !v->n_quantities)
         ok = cg_fail(error, CG_BAD_INPUT,
                      "nothing can be judged: the dump has inputs but no selection, output, target, loss or "
                      "gradient that they give");
     if (ok) {
-        bool other = false;
         v->expected = expected;
         v->match = v->n_faults == 0;
+        bool other = false;
         for (int i = 0; i < v->n_quantities; i++) {
-            const cg_quantity *q = &v->quantities[i];
-            v->match &= q->ok;
-            other |= !q->ok && !q->unsure && !q->unjudged;
+            v->match &= v->quantities[i].ok;
+            other |= differs(&v->quantities[i]);
         }
         v->cannot_tell = !v->match && !other && v->n_faults == 0;
         return v;

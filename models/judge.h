@@ -28,6 +28,8 @@ typedef struct judge_stat {
     /* at the answer's own level: rows with an element above its rounding; those that differ; those whose elements could
      * show a common factor; those of them that differ by more than one */
     int64_t rows, beyond, free_rows, free_beyond;
+    int64_t
+        excused; /* rows of `beyond` that coarse rounding alone does not explain, but the other side of a corner */
     double row_lo, row_hi; /* the factors of rows that differ by one */
     int64_t first_row;     /* -1: none differs */
     cg_difference first, worst[CG_WORST_ROWS];

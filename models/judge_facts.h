@@ -45,6 +45,7 @@ typedef struct facts {
     bool nothing;                 /* loss_coeff is 0: loss and gradients are 0 under any contract */
     finding joint, value,
         gradient;      /* of everything; of values alone, of gradients alone where there is no joint one */
+    finding coarse;    /* of everything, in the coarsest arithmetic that was tried */
     bool group_factor; /* all gradients that differ are those expected, times one factor */
     double factor;
     double distance[TARGETS]; /* of the dump's target from each, where none gives it */

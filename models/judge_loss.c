@@ -469,7 +469,7 @@ static int scales(const judge *j, int which, double *out) {
     const double weights[] = {heads * index, heads, index, heads * heads, index * index},
                  softmax[] = {wide, wide * wide, d->scale, log2(exp(1)), 2, 4};
     const double *list = which ? softmax : weights;
-    const int n = which ? 6 : 5;
+    const int n = which ? sizeof softmax / sizeof *softmax : sizeof weights / sizeof *weights;
     int count = 0;
     for (int i = 0; i < n; i++)
         for (int inverse = 0; inverse < 2; inverse++) {
@@ -544,6 +544,7 @@ static bool find_out(facts *f) {
             continue; /* other contracts are looked for once, at the coarsest */
         if (!look(s, as_expected) || !find_joint(f, level, true, &done)) return false;
         if (done) j->ceiling = level;
+        f->coarse = f->joint;
         if (j->tolerance > 0) break;
     }
     f->as_expected = f->expectable ? outcomes(s, &f->beside, f->parts, JUDGE_SAME, JUDGE_BF16) : 0;

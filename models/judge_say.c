@@ -312,6 +312,10 @@ static void say_rows(const facts *f, char *text, size_t bytes) {
     if (e->padding_grad && !(f->s->expected.faults & CG_FAULT_PADDING_IN_LOSS)) {
         put(text, bytes, "%spadding rows hold a gradient", *text ? "; " : "");
         j->v->gradient.faults |= CG_FAULT_PADDING_IN_LOSS;
+        if (f->s->has[Q_LOSS]) /* which says whether they count in the value too */
+            j->v->gradient_differs |= !(j->v->contract.faults & CG_FAULT_PADDING_IN_LOSS);
+        else
+            j->v->contract.faults |= CG_FAULT_PADDING_IN_LOSS;
         judge_fault(j, cg_fault_name(2));
     }
     if (e->padding_value)
@@ -320,24 +324,39 @@ static void say_rows(const facts *f, char *text, size_t bytes) {
 
 /* ---- the sentence ---- */
 
-static void say_factor(const facts *f, double factor, const char *of, char *text, size_t bytes) {
-    put(text, bytes, "%sthe indexer's gradients are %s%.7g times those %s", *text ? "; " : "",
-        __builtin_popcount(f->parts & GRADIENTS) > 1 ? "all " : "", factor, of);
+/* `which`: the gradients that have it; `of`: beside what, where all have. */
+static void say_factor(const facts *f, unsigned which, double factor, const char *of, char *text,
+                       size_t bytes) {
+    const unsigned all = f->parts & GRADIENTS;
+    put(text, bytes, "%s", *text ? "; " : "");
+    if (which == all) {
+        put(text, bytes, "the indexer's gradients are %s%.7g times those %s",
+            __builtin_popcount(all) > 1 ? "all " : "", factor, of);
+    } else {
+        const char *between = "";
+        for (int q = Q_GRAD_Q; q <= Q_GRAD_K; q++)
+            if (which & PART(q)) put(text, bytes, "%s%s", between, judge_quantity[q].name), between = " and ";
+        const bool several = __builtin_popcount(all & ~which) > 1;
+        put(text, bytes, " %s %.7g times the expected, the other%s as %s should be",
+            __builtin_popcount(which) > 1 ? "are" : "is", factor, several ? "s are" : " is",
+            several ? "they" : "it");
+    }
     judge_fault(f->s->j, "gradient-factor");
     f->s->j->v->factor = factor;
 }
 
 /* A contract that too few numbers carry is none that is yours. */
-static void say_few(const facts *f, const finding *x, char *text, size_t bytes) {
+static void say_few(const facts *f, const finding *x, const char *how, char *text, size_t bytes) {
     char named[300] = "";
     put_difference(named, sizeof named, &x->choice.c, &f->s->expected);
     put(text, bytes,
-        "%s%lld of the contracts that were tried fit %s, the simplest is %s: too few numbers to name one",
-        *text ? "; " : "", (long long)x->choice.n,
-        x->given == PART(Q_LOSS) || !(x->given & ~PART(Q_LOSS)) ? "the loss, which is one number"
-                                                                : "these numbers",
+        "%s%s%lld of the contracts that were tried fit %s, the simplest is %s: too few numbers to name one",
+        *text ? "; " : "", how, (long long)x->choice.n,
+        x->given == PART(Q_LOSS) ? "the loss, which is one number"
+        : x->given & VALUE_PARTS ? "these numbers"
+                                 : "the gradients",
         named);
-    f->s->j->v->n_fit = x->choice.n;
+    if (!f->s->j->v->n_fit) f->s->j->v->n_fit = x->choice.n;
 }
 
 /* Everything follows one contract, or is as expected. */
@@ -363,7 +382,7 @@ static void say_joint(const facts *f, char *text, size_t bytes) {
         put_rests(f, x, text, bytes);
     }
     add_faults(j, &x->choice.c, &f->s->expected);
-    if (x->has_factor) say_factor(f, x->factor, "of this contract", text, bytes);
+    if (x->has_factor) say_factor(f, f->parts & GRADIENTS, x->factor, "of this contract", text, bytes);
     const bool floored = x->choice.c.value[CG_AXIS_NORMALISE] != f->s->expected.value[CG_AXIS_NORMALISE];
     if (floored && x->choice.underflow && !(x->choice.c.faults & CG_FAULT_TEACHER_UNDERFLOW))
         put(text, bytes, "; or, with the same numbers, %s: %s", cg_fault_name(1), cg_fault_says(1));
@@ -390,11 +409,13 @@ static void say_parts(const facts *f, char *text, size_t bytes) {
     } else if (values & wrong || !f->expectable) {
         if (!f->expectable && !x->choice.found)
             put(text, bytes,
-                "no contract of the compressed keys alone gives your loss, and no other can be formed "
-                "without kv and sink, or non_compressed_lse");
-        else if (f->expectable)
+                "no contract of the compressed keys alone gives your loss%s, and no other can be formed "
+                "without kv and sink, or non_compressed_lse",
+                f->parts & GRADIENTS && !g->choice.found ? " or gradients" : "");
+        else if (!x->choice.found)
             put(text, bytes, "your loss follows no known contract");
-        if (x->choice.found) say_few(f, x, text, bytes);
+        else
+            say_few(f, x, "", text, bytes);
         put_numbers(j, text, bytes);
     }
     if (!(wrong & GRADIENTS)) {
@@ -409,7 +430,7 @@ static void say_parts(const facts *f, char *text, size_t bytes) {
     const bool gradient = g->choice.found && g->carried && (!g->has_factor || g->one_factor) &&
                           !(f->parts & ROW_GRADIENTS & ~g->explained);
     if (f->group_factor && !(gradient && !g->has_factor)) {
-        say_factor(f, f->factor, "expected", text, bytes);
+        say_factor(f, f->parts & GRADIENTS & ~f->as_expected, f->factor, "expected", text, bytes);
     } else if (gradient) {
         v->gradient = g->choice.c;
         v->gradient_differs = values != 0;
@@ -423,7 +444,7 @@ static void say_parts(const facts *f, char *text, size_t bytes) {
         }
         put_rests(f, g, text, bytes);
         add_faults(j, &g->choice.c, &f->s->expected);
-        if (g->has_factor) say_factor(f, g->factor, "of that contract", text, bytes);
+        if (g->has_factor) say_factor(f, f->parts & GRADIENTS, g->factor, "of that contract", text, bytes);
         v->identified = !values || ((value || expected_value) && (x->given == values || expected_value));
     } else if (g->choice.found && g->has_factor && !g->one_factor &&
                judge_cost(&g->choice.c, &f->s->expected) == 0) {
@@ -432,7 +453,11 @@ static void say_parts(const facts *f, char *text, size_t bytes) {
             "%seach row's gradient has the direction that is expected, the factors differ from row to row",
             *text ? "; " : "");
         if (stat->row_hi >= stat->row_lo) put(text, bytes, ", from %.4g to %.4g", stat->row_lo, stat->row_hi);
-    } else {
+    } else if (g->choice.found && !g->carried && (!g->has_factor || g->one_factor)) {
+        say_few(f, g, "", text, bytes);
+    } else if (f->coarse.choice.found && !(f->parts & ROW_GRADIENTS & ~f->coarse.explained)) {
+        say_few(f, &f->coarse, "to the rounding of coarser arithmetic, ", text, bytes);
+    } else if (f->expectable || g->choice.found) {
         put(text, bytes, "%sthe gradients follow no known contract", *text ? "; " : "");
     }
 }
@@ -482,7 +507,7 @@ void judge_say_loss(const facts *f) {
         const bool fits = f->value.choice.found && judge_cost(&f->value.choice.c, &s->expected) > 0;
         put(text, bytes, "to the rounding of its type your loss follows %s",
             fits ? "another contract than the expected one" : "no known contract");
-        if (fits) say_few(f, &f->value, text, bytes);
+        if (fits) say_few(f, &f->value, "", text, bytes);
         put_numbers(j, text, bytes);
     }
     if (f->expectable) say_rows(f, text, bytes);
@@ -497,10 +522,7 @@ void judge_say_loss(const facts *f) {
         judge_fault(j, "gradient-of-keys");
     }
     if (k_wrong && joint && f->group_factor) {
-        put(text, bytes,
-            "%sthe gradient of k_indexer is %.7g times the one expected, the others are as they should be",
-            *text ? "; " : "", f->factor);
-        judge_fault(j, "gradient-factor");
+        say_factor(f, PART(Q_GRAD_K), f->factor, "expected", text, bytes);
     }
     if (k_wrong) v->identified = false;
 }

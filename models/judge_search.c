@@ -26,7 +26,8 @@ typedef struct row_values {
     double kl, kl_noise, factor;
     double *e, *noise,
         *kink; /* [Hi + Hi * Di] gradients of weights and q, with their factor; what rounding changes */
-    double *dk, *dk_noise, *dk_kink; /* [keys, Di], [keys], [keys]: sums over rows */
+    double *dk, *dk_noise, *dk_squares,
+        *dk_kink; /* [keys, Di], [keys] each: sums over rows, the last two of squares */
     bool counts;
 } row_values;
 
@@ -519,21 +520,31 @@ static void make_gradients(const search *s, piece *p, const cg_contract *c, row_
                                      .dots = r->dots,
                                      .k = j->ki + j->key0[r->segment] * E};
     cg_contract_index_grad(c, &index, dscores, NULL, NULL, v->dk + j->key0[r->segment] * E);
-    /* rounding of each key's sum, as one number */
+    /* Rounding of each key's sum, as one number: that of rows is independent and adds up in squares, that of the
+     * summation itself does not. */
     const bool leak = c->value[CG_AXIS_SCORES] == CG_SCORES_ARE_LINEAR || (c->faults & CG_FAULT_RELU_LEAK);
     const double dot_noise = judge_dot_noise(j, r);
-    double *u = v->dk_noise + j->key0[r->segment], *kink = v->dk_kink + j->key0[r->segment];
+    double *squares = v->dk_squares + j->key0[r->segment], *u = v->dk_noise + j->key0[r->segment],
+           *kink = v->dk_kink + j->key0[r->segment], *most = p->noise;
     for (int64_t g = 0; g < G; g++) {
-        double most = 0;
-        for (int64_t i = 0; i < E; i++) most = fmax(most, fabs(r->qi[g * E + i]));
-        most *= fabs(r->w[g]);
-        for (int64_t i = 0; i < n; i++) {
+        most[g] = 0;
+        for (int64_t i = 0; i < E; i++) most[g] = fmax(most[g], fabs(r->qi[g * E + i]));
+        most[g] *= fabs(r->w[g]);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        double noise = 0, corner = 0;
+        for (int64_t g = 0; g < G; g++) {
             const double x = r->dots[g * n + i];
-            if (leak || x > -dot_noise) u[i] += most * (fabs(f) * dnoise[i] + 4 * F32 * fabs(dscores[i]));
-            if (fabs(x) <= 8 * dot_noise) u[i] += most * fabs(dscores[i]);
-            if (fabs(x) <= 8 * dot_noise * 0x1p13 && !leak) kink[i] += most * fabs(dscores[i]);
-            if (is_unclear(r, c)) kink[i] = INFINITY;
+            if (leak || x > -dot_noise) {
+                noise += most[g] * fabs(f) * dnoise[i];
+                u[i] += most[g] * 4 * F32 * fabs(dscores[i]);
+            }
+            if (fabs(x) <= 8 * dot_noise) noise += most[g] * fabs(dscores[i]);
+            if (fabs(x) <= 8 * dot_noise * 0x1p13 && !leak) corner += most[g] * fabs(dscores[i]);
         }
+        if (is_unclear(r, c)) corner = INFINITY;
+        squares[i] += noise * noise;
+        kink[i] += corner * corner;
     }
 }
 
@@ -674,7 +685,7 @@ static bool piece_new(const search *s, piece *p, bool with_keys) {
     memset(p, 0, sizeof *p);
     judge_stat_init(p->c.stats, QUANTITIES);
     if (!judge_row_new(s->j, &p->r)) return false;
-    const size_t dk = with_keys ? keys * (size_t)(d->Di + 2) : 0;
+    const size_t dk = with_keys ? keys * (size_t)(d->Di + 3) : 0;
     double *x = p->block = calloc(4 * wide + 2 * (6 * n + 3 * wide + dk), sizeof *x);
     p->tables = malloc(sizeof *p->tables);
     if (!x || !p->tables) return false;
@@ -693,6 +704,7 @@ static bool piece_new(const search *s, piece *p, bool with_keys) {
         if (!with_keys) continue;
         v->dk = x, x += keys * (size_t)d->Di;
         v->dk_noise = x, x += keys;
+        v->dk_squares = x, x += keys;
         v->dk_kink = x, x += keys;
     }
     *p->tables = *s->start;
@@ -825,7 +837,8 @@ static void compare_keys(const search *s, piece *p, const compared *than, bool f
             cg_dump_key(d, CG_DUMP_GRAD_K_INDEXER, b, i, got);
             for (int w = 0; w < (than ? 2 : 1); w++)
                 for (int64_t k = 0; k < E; k++)
-                    noise[w][k] = p->v[w].dk_noise[at], kink[k] = p->v[0].dk_kink[at];
+                    noise[w][k] = p->v[w].dk_noise[at] + sqrt(p->v[w].dk_squares[at]),
+                    kink[k] = sqrt(p->v[0].dk_kink[at]);
             judge_compare(j, CG_DUMP_GRAD_K_INDEXER, &out->stats[Q_GRAD_K], b, i, at, E, 0, got,
                           p->v[0].dk + at * E, noise[0], kink, E);
             if (than && !free_factor)
@@ -871,6 +884,7 @@ bool judge_search_compare(const search *s, const compared *than, bool free_facto
             for (int64_t k = 0; k < keys * d->Di; k++) pieces[0].v[w].dk[k] += pieces[c].v[w].dk[k];
             for (int64_t k = 0; k < keys; k++) {
                 pieces[0].v[w].dk_noise[k] += pieces[c].v[w].dk_noise[k];
+                pieces[0].v[w].dk_squares[k] += pieces[c].v[w].dk_squares[k];
                 pieces[0].v[w].dk_kink[k] += pieces[c].v[w].dk_kink[k];
             }
         }

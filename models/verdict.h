@@ -27,6 +27,8 @@ typedef struct cg_quantity {
     const char *tensor; /* as in the file */
     bool ok;
     bool unsure; /* not ok, but arithmetic coarser than its type explains it, and nothing shows which it was */
+    const char *
+        computed_in; /* "bfloat16": ok at the rounding of this arithmetic, which the answer shows; NULL: at its own */
     bool unjudged;      /* the dump lacks what is needed: `says` tells what */
     double worst_rel;   /* largest error over largest expected magnitude */
     double worst_units; /* largest error in units of expected rounding */
