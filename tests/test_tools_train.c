@@ -342,6 +342,44 @@ START_TEST(what_a_run_writes) {
 }
 END_TEST
 
+/* The first evaluation half way from chance to 1, here on text of which one byte tells the next, is in the final line: the
+ * same after stops before, at and behind it, and also where only the end of the run is evaluated. */
+START_TEST(step_half_way) {
+    enum { STEPS = 40, AT_END_ONLY = 4 };
+    SHELL("mkdir easy; yes ab | tr -d '\\n' | head -c 20000 >easy/text");
+    free(good(TINY "--data easy --steps %d --set eval_every=2 --out easy_straight", STEPS));
+    metrics *m = metrics_of("easy_straight");
+    int64_t first = 0;
+    ck_assert_double_eq(number(last_line(m), "chance"), 0.5);
+    for (int i = STEPS; i-- > 0;)
+        if ((i + 1) % 2 == 0 && number(m->lines[i], "val_accuracy") >= 0.75) first = i + 1;
+    ck_assert_int_gt(first, 4);
+    ck_assert_int_lt(first, STEPS - 4);
+    ck_assert_int_eq(integer(last_line(m), "half_way_step"), first);
+    metrics_free(m);
+    for (int64_t stop = first - 1; stop <= first + AT_END_ONLY; stop++) {
+        bool end_only = stop == first + AT_END_ONLY;
+        SHELL("rm -rf easy_parts");
+        RUN(TINY "--data easy --steps %lld --set eval_every=%d --out easy_parts", (long long)stop,
+            end_only ? 0 : 2);
+        char *out = good("--data easy --resume --steps %d --out easy_parts", STEPS), line[96];
+        int64_t expected = end_only ? STEPS : first;
+        snprintf(line, sizeof line, "  %-34s %10s %10lld\n", "accuracy of 0.7500 first at step", "-",
+                 (long long)expected);
+        if (!strstr(out, line)) ck_abort_msg("\"%s\" is not in: %s", line, out);
+        free(out);
+        if (!end_only) expect_same_metrics("easy_straight", "easy_parts");
+        m = metrics_of("easy_parts");
+        ck_assert_int_eq(integer(last_line(m), "half_way_step"), expected);
+        metrics_free(m);
+    }
+    RUN(TINY RECALL "--steps 2 --out not_half_way");
+    m = metrics_of("not_half_way");
+    ck_assert(json_is_null(json_object_get(last_line(m), "half_way_step")));
+    metrics_free(m);
+}
+END_TEST
+
 START_TEST(json_prints_the_log) {
     char *out = good(TINY RECALL "--steps 3 --json --out json"), *log = slurp(path_of("json/metrics.jsonl"));
     ck_assert_str_eq(out, log);
@@ -1141,6 +1179,7 @@ int main(void) {
     if (!mkdtemp(folder)) return EXIT_FAILURE;
     const TTest *const tests[] = {write_inputs,
                                   what_a_run_writes,
+                                  step_half_way,
                                   json_prints_the_log,
                                   note_about_selection,
                                   stop_and_resume,
