@@ -342,8 +342,8 @@ START_TEST(what_a_run_writes) {
 }
 END_TEST
 
-/* The first evaluation half way from chance to 1, here on text of which one byte tells the next, is in the final line: the
- * same after stops before, at and behind it, and also where only the end of the run is evaluated. */
+/* The first evaluation half way from chance to 1, here on text of which one byte tells the next, is in the
+ * final line: the same after stops before, at and behind it, and also where the end alone is evaluated. */
 START_TEST(step_half_way) {
     enum { STEPS = 40, AT_END_ONLY = 4 };
     SHELL("mkdir easy; yes ab | tr -d '\\n' | head -c 20000 >easy/text");
@@ -377,6 +377,28 @@ START_TEST(step_half_way) {
     m = metrics_of("not_half_way");
     ck_assert(json_is_null(json_object_get(last_line(m), "half_way_step")));
     metrics_free(m);
+}
+END_TEST
+
+/* tools/show-recall makes its table from runs that are finished without training them again. */
+START_TEST(table_of_recall) {
+    static const char *const half_way[][3] = {{"125", "100", "150"}, {"null", "200", "null"}};
+    for (int row = 0; row < 2; row++)
+        for (int seed = 1; seed <= 3; seed++)
+            SHELL("d=table/%s-%d; mkdir -p $d; echo '{\"step\":1}' >$d/metrics.jsonl; "
+                  "echo '{\"final\":true,\"steps\":9,\"val_accuracy\":0.9%d,\"captured\":%s,\"recall\":0.5,"
+                  "\"indexers\":[{\"recall\":0.1}],\"half_way_step\":%s,\"start\":{\"val_accuracy\":0.1}}' "
+                  ">>$d/metrics.jsonl",
+                  row ? "window" : "default", seed, 7 * seed % 10, row ? "null" : "1e-1",
+                  half_way[row][seed - 1]);
+    char *text = shell("CSAGRAD='%s' '%s/tools/show-recall' --seeds 3 --out %s/table default window",
+                       CSAGRAD_PROGRAM, CSAGRAD_SOURCE_DIR, folder);
+    const char *const rows[] = {"| 94.0 (91.0 to 97.0) | 0.10 | 0.50 | 125 (100 to 150) |\n",
+                                "| 94.0 (91.0 to 97.0) | - | 0.50 | 200, 2 of 3 never |\n"};
+    for (int row = 0; row < 2; row++)
+        if (!strstr(text, rows[row])) ck_abort_msg("\"%s\" is not in: %s", rows[row], text);
+    ck_assert_ptr_null(strstr(text, "without warm-up"));
+    free(text);
 }
 END_TEST
 
@@ -1180,6 +1202,7 @@ int main(void) {
     const TTest *const tests[] = {write_inputs,
                                   what_a_run_writes,
                                   step_half_way,
+                                  table_of_recall,
                                   json_prints_the_log,
                                   note_about_selection,
                                   stop_and_resume,
