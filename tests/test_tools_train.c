@@ -342,6 +342,66 @@ START_TEST(what_a_run_writes) {
 }
 END_TEST
 
+/* The first evaluation half way from chance to 1, here on text of which one byte tells the next, is in the
+ * final line: the same after stops before, at and behind it, and also where the end alone is evaluated. */
+START_TEST(step_half_way) {
+    enum { STEPS = 40, AT_END_ONLY = 4 };
+    SHELL("mkdir easy; yes ab | tr -d '\\n' | head -c 20000 >easy/text");
+    free(good(TINY "--data easy --steps %d --set eval_every=2 --out easy_straight", STEPS));
+    metrics *m = metrics_of("easy_straight");
+    int64_t first = 0;
+    ck_assert_double_eq(number(last_line(m), "chance"), 0.5);
+    for (int i = STEPS; i-- > 0;)
+        if ((i + 1) % 2 == 0 && number(m->lines[i], "val_accuracy") >= 0.75) first = i + 1;
+    ck_assert_int_gt(first, 4);
+    ck_assert_int_lt(first, STEPS - 4);
+    ck_assert_int_eq(integer(last_line(m), "half_way_step"), first);
+    metrics_free(m);
+    for (int64_t stop = first - 1; stop <= first + AT_END_ONLY; stop++) {
+        bool end_only = stop == first + AT_END_ONLY;
+        SHELL("rm -rf easy_parts");
+        RUN(TINY "--data easy --steps %lld --set eval_every=%d --out easy_parts", (long long)stop,
+            end_only ? 0 : 2);
+        char *out = good("--data easy --resume --steps %d --out easy_parts", STEPS), line[96];
+        int64_t expected = end_only ? STEPS : first;
+        snprintf(line, sizeof line, "  %-34s %10s %10lld\n", "accuracy of 0.7500 first at step", "-",
+                 (long long)expected);
+        if (!strstr(out, line)) ck_abort_msg("\"%s\" is not in: %s", line, out);
+        free(out);
+        if (!end_only) expect_same_metrics("easy_straight", "easy_parts");
+        m = metrics_of("easy_parts");
+        ck_assert_int_eq(integer(last_line(m), "half_way_step"), expected);
+        metrics_free(m);
+    }
+    RUN(TINY RECALL "--steps 2 --out not_half_way");
+    m = metrics_of("not_half_way");
+    ck_assert(json_is_null(json_object_get(last_line(m), "half_way_step")));
+    metrics_free(m);
+}
+END_TEST
+
+/* tools/show-recall makes its table from runs that are finished without training them again. */
+START_TEST(table_of_recall) {
+    static const char *const half_way[][3] = {{"125", "100", "150"}, {"null", "200", "null"}};
+    for (int row = 0; row < 2; row++)
+        for (int seed = 1; seed <= 3; seed++)
+            SHELL("d=table/%s-%d; mkdir -p $d; echo '{\"step\":1}' >$d/metrics.jsonl; "
+                  "echo '{\"final\":true,\"steps\":9,\"val_accuracy\":0.9%d,\"captured\":%s,\"recall\":0.5,"
+                  "\"indexers\":[{\"recall\":0.1}],\"half_way_step\":%s,\"start\":{\"val_accuracy\":0.1}}' "
+                  ">>$d/metrics.jsonl",
+                  row ? "window" : "default", seed, 7 * seed % 10, row ? "null" : "1e-1",
+                  half_way[row][seed - 1]);
+    char *text = shell("CSAGRAD='%s' '%s/tools/show-recall' --seeds 3 --out %s/table default window",
+                       CSAGRAD_PROGRAM, CSAGRAD_SOURCE_DIR, folder);
+    const char *const rows[] = {"| 94.0 (91.0 to 97.0) | 0.10 | 0.50 | 125 (100 to 150) |\n",
+                                "| 94.0 (91.0 to 97.0) | - | 0.50 | 200, 2 of 3 never |\n"};
+    for (int row = 0; row < 2; row++)
+        if (!strstr(text, rows[row])) ck_abort_msg("\"%s\" is not in: %s", rows[row], text);
+    ck_assert_ptr_null(strstr(text, "without warm-up"));
+    free(text);
+}
+END_TEST
+
 START_TEST(json_prints_the_log) {
     char *out = good(TINY RECALL "--steps 3 --json --out json"), *log = slurp(path_of("json/metrics.jsonl"));
     ck_assert_str_eq(out, log);
@@ -1150,6 +1210,8 @@ int main(void) {
     if (!mkdtemp(folder)) return EXIT_FAILURE;
     const TTest *const tests[] = {write_inputs,
                                   what_a_run_writes,
+                                  step_half_way,
+                                  table_of_recall,
                                   json_prints_the_log,
                                   note_about_selection,
                                   stop_and_resume,

@@ -53,11 +53,16 @@ static const char *end_of(const char *line, const char *text, size_t bytes) {
     return memchr(line, '\n', bytes - (size_t)(line - text));
 }
 
-bool run_log_read(const char *dir, int64_t keep_step, json_t **first, json_t **last, cg_error *error) {
+bool run_log_reaches(const json_t *line, double accuracy) {
+    const json_t *value = json_object_get(line, "val_accuracy");
+    return json_is_number(value) && json_number_value(value) >= accuracy;
+}
+
+bool run_log_read(const char *dir, int64_t keep_step, double accuracy, run_log_past *past, cg_error *error) {
     char path[PATH_BYTES], wrong[64] = "";
     size_t bytes;
     cg_error own = {0};
-    *first = *last = NULL;
+    *past = (run_log_past){0};
     path_of(dir, path);
     char *text = read_text(path, &bytes, &own);
     if (!text) return own.code == CG_OK || cg_fail(error, own.code, "%s", own.text);
@@ -83,14 +88,17 @@ bool run_log_read(const char *dir, int64_t keep_step, json_t **first, json_t **l
             break;
         }
         step = got;
-        if (number == 1) *first = json_incref(object);
-        if (step == keep_step) *last = json_incref(object);
+        if (number == 1) past->first = json_incref(object);
+        if (step == keep_step)
+            past->last = json_incref(object);
+        else if (!past->reached && run_log_reaches(object, accuracy))
+            past->reached = step;
         json_decref(object);
     }
     free(text);
     if (!*wrong) return true;
-    json_decref(*first);
-    *first = NULL;
+    json_decref(past->first);
+    past->first = NULL;
     return cg_fail(error, CG_BAD_INPUT,
                    "%s, line %lld: %s, expected the line of step %lld; mend the log, or remove it to go on "
                    "without what it holds",

@@ -11,10 +11,17 @@ typedef struct run_log run_log;
 /* In the first line of a log that does not begin at step 1, as an older one is gone. */
 #define RUN_LOG_BEGINS "log_begins"
 
-/* What DIR/metrics.jsonl holds of the steps up to keep_step: `first` gets the object of its first line, `last`
- * that of keep_step (NULL: there is no log). Their lines must stand there one by one; the first that does not
- * is named. What comes behind them is not looked at. */
-bool run_log_read(const char *dir, int64_t keep_step, json_t **first, json_t **last, cg_error *error);
+/* What DIR/metrics.jsonl holds of the steps up to keep_step. Their lines must stand there one by one; the first that
+ * does not is named. What comes behind them is not looked at. */
+typedef struct run_log_past {
+    json_t *first, *last; /* the objects of the first line and of keep_step's; NULL: there is no log */
+    int64_t reached; /* the first step before keep_step whose val_accuracy is at least `accuracy`; 0: none */
+} run_log_past;
+
+bool run_log_read(const char *dir, int64_t keep_step, double accuracy, run_log_past *past, cg_error *error);
+
+/* Does the line of a step hold an evaluation whose val_accuracy is at least this? */
+bool run_log_reaches(const json_t *line, double accuracy);
 
 /* Open DIR/metrics.jsonl. The lines behind the first n_lines are dropped: a resumed run writes them again. The
  * last one that stays is replaced by `last` (NULL: it stays as it is). */

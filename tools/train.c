@@ -138,7 +138,8 @@ typedef struct run {
     cg_feed *feed;
     cg_trainer *trainer;
     run_log *log;
-    json_t *start; /* the evaluation before the first step */
+    json_t *start;    /* the evaluation before the first step */
+    int64_t half_way; /* the first step evaluated at least half way from chance to 1; 0: none yet */
     double started_s, shown_s, saved_s;
     int64_t started_step, saved_step;
     int64_t measured_before; /* peak of the last step before this program began; -1: unknown */
@@ -503,6 +504,13 @@ static bool is_evaluation_step(const cg_config *c, int64_t step) {
     return step == c->steps || (c->eval_every > 0 && step % c->eval_every == 0);
 }
 
+/* A model that looks back for its answers is beyond it, one that guesses well is not. */
+static double half_way_accuracy(const run *r) { return 0.5 * (1 + cg_feed_facts_of(r->feed)->chance); }
+
+static void note_half_way(run *r, int64_t step, const json_t *line) {
+    if (!r->half_way && run_log_reaches(line, half_way_accuracy(r))) r->half_way = step;
+}
+
 static bool evaluate_into(run *r, json_t *line, cg_evaluation *e, cg_error *error) {
     if (!cg_trainer_evaluate(r->trainer, e, error)) return false;
     json_t *keys = evaluation_json(e);
@@ -527,20 +535,22 @@ static bool mend_last_line(run *r, json_t *last, cg_evaluation *e, cg_error *err
 
 /* Take over what the log holds of the steps before this program. */
 static bool open_log(run *r, cg_evaluation *e, cg_error *error) {
-    json_t *first = NULL, *last = NULL;
+    run_log_past past = {0};
     int64_t n_lines = 0;
-    bool ok = r->started_step == 0 || run_log_read(r->dir, r->started_step, &first, &last, error);
-    if (ok && last) {
-        n_lines = r->started_step - json_integer_value(json_object_get(first, "step")) + 1;
-        r->start = json_incref(json_object_get(first, "start"));
-        const json_t *measured = json_object_get(last, "measured_peak_bytes");
+    bool ok = r->started_step == 0 || run_log_read(r->dir, r->started_step, half_way_accuracy(r), &past, error);
+    if (ok && past.last) {
+        n_lines = r->started_step - json_integer_value(json_object_get(past.first, "step")) + 1;
+        r->start = json_incref(json_object_get(past.first, "start"));
+        const json_t *measured = json_object_get(past.last, "measured_peak_bytes");
         if (measured) r->measured_before = json_integer_value(measured);
-        ok = mend_last_line(r, last, e, error);
+        r->half_way = past.reached;
+        ok = mend_last_line(r, past.last, e, error);
+        note_half_way(r, r->started_step, past.last);
     }
-    r->log_lost = r->started_step > 0 && !last;
-    ok = ok && write_config(r, error) && (r->log = run_log_open(r->dir, n_lines, last, error));
-    json_decref(first);
-    json_decref(last);
+    r->log_lost = r->started_step > 0 && !past.last;
+    ok = ok && write_config(r, error) && (r->log = run_log_open(r->dir, n_lines, past.last, error));
+    json_decref(past.first);
+    json_decref(past.last);
     return ok;
 }
 
@@ -638,6 +648,7 @@ static bool go(run *r, cg_evaluation *end, bool *evaluated, cg_error *error) {
                 return false;
             }
         }
+        note_half_way(r, step, line);
         if (!log_line(r, line, error)) return false;
         if (save_is_due(r)) {
             save_wanted = 0;
@@ -675,6 +686,9 @@ static void print_table(const run *r, const cg_evaluation *e) {
     if (!isnan(e->val_accuracy_far))
         table_row("accuracy beyond the windows", "%.4f", number_of(r->start, "val_accuracy_far"),
                   e->val_accuracy_far);
+    char half_way[64];
+    snprintf(half_way, sizeof half_way, "accuracy of %.4f first at step", half_way_accuracy(r));
+    table_row(half_way, "%.0f", NAN, r->half_way ? (double)r->half_way : NAN);
     double start_kl = 0, end_kl = 0;
     const json_t *layers = json_object_get(r->start, "indexers");
     for (int i = 0; i < e->n_layers; i++) {
@@ -716,6 +730,7 @@ static json_t *final_json(const run *r, const cg_evaluation *e) {
     json_object_set_new(line, "selection_exercised",
                         json_boolean(cg_selection_is_exercised(r->config, r->feed)));
     json_object_set_new(line, "chance", json_figure(cg_feed_facts_of(r->feed)->chance));
+    json_object_set_new(line, "half_way_step", r->half_way ? json_integer(r->half_way) : json_null());
     json_object_set_new(line, "planned_peak_bytes", json_integer(plan->peak_bytes));
     json_object_set_new(line, "measured_peak_bytes", json_integer(measured_bytes(r)));
     if (r->options->verify_recompute)
