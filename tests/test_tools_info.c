@@ -109,7 +109,12 @@ START_TEST(reported_npy) {
             8);
     expect_refused("f.npy", "f.npy: the bytes of shape [4294967296, 4294967296] of f32 do not fit 64 bits");
     put_npy("g.npy", "{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", "12345678", 8);
-    expect_refused("g.npy", "g.npy: holds Python objects");
+    o = info("g.npy");
+    ck_assert_int_eq(o.code, 0);
+    ck_assert_ptr_nonnull(strstr(o.out, "g     |O     [1]        8\n"));
+    ck_assert_ptr_nonnull(strstr(o.out, "\ng: elements |O are not read: Python objects"));
+    o = info("g.npy --json --values 2");
+    ck_assert_ptr_nonnull(strstr(o.out, "\"read\": false"));
     put("e.npy", "\x93NUMPY\1\0\xff\x7f{}", 12);
     expect_refused("e.npy", "e.npy: claims 32777 bytes up to the end of its npy header, but has 12");
     put_npy("none.npy", "{'descr': '<f8', 'fortran_order': False, 'shape': (0, 4)}", "", 0);
