@@ -680,7 +680,7 @@ START_TEST(npz_headers_disagree) {
     expect_patched(&zip, end + 8, 0xffffffff, 4, "claims 65535 members, its directory has 102 bytes");
     expect_patched(&zip, end + 12, 1, 4, "the directory of the zip archive claims 1 bytes");
     expect_patched(&zip, end + 16, 0xfffffff0, 4, "the directory of the zip archive claims");
-    expect_patched(&zip, end + 20, 1, 2, "claims a comment of 1 bytes");
+    expect_patched(&zip, end + 20, 1, 2, "claims a comment of 1 bytes, but 0 follow");
     expect_patched(&zip, end, 0, 4, "does not end with the end record");
     expect_patched(&zip, q + 30 + 5 + 128, 0x3f, 1, "member 'q.npy': its CRC is ");
     expect_patched(&zip, eq + 20, 0xffffffff, 4, "its zip64 field is missing");
@@ -688,7 +688,7 @@ START_TEST(npz_headers_disagree) {
     size_t n = zip.n;
     add(&zip, "x", 1);
     put_bytes(zip.data, zip.n);
-    expect_refused("does not end with the end record");
+    expect_refused("claims a comment of 0 bytes, but 1 follow its end record");
     zip.n = n;
     free(zip.data);
 
@@ -706,6 +706,68 @@ START_TEST(npz_headers_disagree) {
     expect_patched(&zip, w.entry[2] + 42, 0, 4,
                    "member 'k.npy': its local zip header has another name, 'q.npy'");
     free(zip.data);
+    free(npy.data);
+}
+END_TEST
+
+/* Stored, deflated, streamed and zip64 members before a comment, which may look like the end of another archive. */
+START_TEST(npz_comments) {
+    bytes npy = small_npy();
+    choose_path("comment.npz");
+    static const unsigned char none[22] = "PK\5\6"; /* a whole archive of nothing */
+    char *longest = malloc(70000);
+    memset(longest, 'c', 70000);
+    for (int form = 0; form < 8; form++) {
+        const member m[] = {{"q.npy", npy, .deflate = form & 1, .descriptor = form & 2, .zip64 = form & 4}};
+        places w;
+        bytes zip = zip_of(m, 1, &w);
+        const size_t end = w.end;
+        const struct {
+            const void *text;
+            size_t bytes, claim;
+            const char *refusal;
+        } comments[] = {
+            {"by hand", 7, 7, NULL},
+            {longest, 65535, 65535, NULL},
+            {longest, 65536, 65535, "does not end with the end record of a zip archive: is it cut?"},
+            {"by hand", 7, 6, "claims a comment of 6 bytes, but 7 follow its end record"},
+            {"PK\5\6 is no record", 19, 19, NULL},
+            {none, 22, 22, NULL}, /* reaches to the end, but its directory does not fit */
+        };
+        for (size_t i = form ? 3 : 0; i < sizeof comments / sizeof *comments; i++) {
+            bytes b = {0};
+            add(&b, zip.data, zip.n);
+            set_number(&b, end + 20, comments[i].claim, 2);
+            add(&b, comments[i].text, comments[i].bytes);
+            put_bytes(b.data, b.n);
+            free(b.data);
+            if (comments[i].refusal) {
+                expect_refused(comments[i].refusal);
+                continue;
+            }
+            cg_archive *file = open_good();
+            ck_assert_mem_eq(cg_archive_find(file, "q")->data, three, sizeof three);
+            cg_archive_close(file);
+        }
+        /* one that fits as well: the directory of nothing ends where it begins */
+        bytes twice = {0};
+        add(&twice, zip.data, zip.n);
+        set_number(&twice, end + 20, sizeof none, 2);
+        add(&twice, none, sizeof none);
+        set_number(&twice, end + 22 + 16, end + 22, 4);
+        put_bytes(twice.data, twice.n);
+        expect_refused("has 2 end records that fit, one in the comment of another");
+        free(twice.data);
+        /* bytes before the archive shift every place in it */
+        bytes shifted = {0};
+        add(&shifted, "#!", 2);
+        add(&shifted, zip.data, zip.n);
+        put_bytes(shifted.data, shifted.n);
+        expect_refused("is no file of tensors that is read here");
+        free(shifted.data);
+        free(zip.data);
+    }
+    free(longest);
     free(npy.data);
 }
 END_TEST
@@ -940,6 +1002,7 @@ int main(void) {
     tcase_add_test(tcase, npz_bombs);
     tcase_add_test(tcase, npz_headers_disagree);
     tcase_add_test(tcase, npz_overlap);
+    tcase_add_test(tcase, npz_comments);
     tcase_add_test(tcase, npz_zip64_lies);
     tcase_add_test(tcase, npz_cut_and_damaged);
     tcase_add_test(tcase, files_of_numpy);
