@@ -30,8 +30,7 @@ static bool is_control(uint32_t letter) {
            letter == 0x200f || (letter >= 0x2028 && letter <= 0x202e) || (letter >= 0x2066 && letter <= 0x2069);
 }
 
-/* One letter, or one byte that is none; at most 4 bytes come from each. The bytes that were taken. */
-static size_t put(char **to, const char *from, size_t bytes) {
+size_t cg_shown_letter(char **to, const char *from, size_t bytes) {
     uint32_t letter = 0;
     size_t n = cg_utf8_letter(from, bytes, &letter);
     if (n == 0 || (n == 1 && is_control(letter)))
@@ -48,7 +47,7 @@ cg_shown_word cg_shown_bytes(const char *word, size_t bytes) {
     cg_shown_word s;
     char *to = s.text;
     size_t i = 0;
-    while (i < bytes && i < SHOWN) i += put(&to, word + i, bytes - i);
+    while (i < bytes && i < SHOWN) i += cg_shown_letter(&to, word + i, bytes - i);
     strcpy(to, i < bytes ? "..." : "");
     return s;
 }
@@ -65,7 +64,8 @@ cg_shown_end cg_shown_path(const char *path) {
         n = (size_t)sprintf(s.text, "...");
     }
     char *to = s.text + n;
-    for (const char *end = path + strlen(path); path < end;) path += put(&to, path, (size_t)(end - path));
+    for (const char *end = path + strlen(path); path < end;)
+        path += cg_shown_letter(&to, path, (size_t)(end - path));
     *to = 0;
     return s;
 }

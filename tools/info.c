@@ -3,8 +3,10 @@
  *     csagrad info
  *     csagrad info dump.npz
  *     csagrad info checkpoint.safetensors --json
- *     csagrad info lengths.npy --values 8 */
-#include "tools/csagrad.h"
+ *     csagrad info lengths.npy --values 8
+ *     csagrad info model.safetensors.index.json
+ *     csagrad info checkpoint/ */
+#include "tools/info.h"
 
 #include <inttypes.h>
 #include <jansson.h>
@@ -12,21 +14,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "core/archive.h"
 #include "core/isa.h"
 #include "core/shown.h"
 #include "tools/json_number.h"
+#include "tools/csagrad.h"
 #include "tools/options.h"
-#include "tools/table.h"
 
 enum { VALUES = TOOL_OWN_KEYS };
-
-typedef struct info {
-    const char *path;
-    bool json;
-    const char *values_text;
-    int64_t values;
-} info;
 
 static error_t parse(int key, char *arg, struct argp_state *state) {
     info *in = state->input;
@@ -61,12 +55,13 @@ static const struct argp_option options[] = {
 static const struct argp argp = {
     options,
     parse,
-    "[FILE]",
+    "[FILE|FOLDER]",
     "Without a file: say which of the kernels that this processor can run do run (the environment variable "
     "CSAGRAD_ISA chooses among avx512, avx2 and portable; by default the first that can). Check a file of "
-    "tensors (safetensors, npy or npz, told by its content) as a whole and list what it holds: "
-    "names, "
-    "dtypes, shapes, sizes in bytes and metadata. Exit code 2 and one sentence when it is damaged.",
+    "tensors (safetensors, npy or npz, told by its content) as a whole and list what it holds: names, "
+    "dtypes, shapes, sizes in bytes and metadata. An index of shards (model.safetensors.index.json) is held "
+    "against its shards; of a folder, its index, or else all its files. Exit code 2 and one sentence when "
+    "something is damaged, missing or contradicts.",
     NULL,
     NULL,
     NULL};
@@ -93,7 +88,7 @@ static json_t *values_json(const info *in, const cg_tensor *t) {
     return list;
 }
 
-static json_t *entry_json(const info *in, const cg_entry *e) {
+json_t *info_entry_json(const info *in, const cg_entry *e) {
     json_t *shape = json_array();
     for (int d = 0; d < e->shape.n_dims; d++) json_array_append_new(shape, json_integer(e->shape.dims[d]));
     json_t *entry = json_pack("{s:s, s:s, s:o, s:I, s:b}", "name", e->name, "dtype", e->dtype, "shape", shape,
@@ -103,10 +98,10 @@ static json_t *entry_json(const info *in, const cg_entry *e) {
 }
 
 /* {"format": ..., "tensors": [...], "metadata": {...}} */
-static json_t *archive_json(const info *in, const cg_archive *file) {
+json_t *info_archive_json(const info *in, const cg_archive *file) {
     json_t *tensors = json_array(), *metadata = json_object();
     for (int i = 0; i < cg_archive_n_entries(file); i++)
-        json_array_append_new(tensors, entry_json(in, cg_archive_entry(file, i)));
+        json_array_append_new(tensors, info_entry_json(in, cg_archive_entry(file, i)));
     void *at = NULL;
     const char *key, *value;
     while (cg_archive_metadata_next(file, &at, &key, &value))
@@ -115,13 +110,13 @@ static json_t *archive_json(const info *in, const cg_archive *file) {
                      metadata);
 }
 
-static void print_json(json_t *root) {
+void info_print_json(json_t *root) {
     json_dumpf(root, stdout, JSON_INDENT(2));
     putchar('\n');
     json_decref(root);
 }
 
-static void print_values(const info *in, const cg_entry *e) {
+void info_print_values(const info *in, const cg_entry *e) {
     const cg_tensor *t = e->tensor;
     if (!t) return;
     int64_t n = shown_values(in, t);
@@ -135,7 +130,12 @@ static void print_values(const info *in, const cg_entry *e) {
     puts(n < cg_shape_count(&t->shape) ? " ..." : "");
 }
 
-static void entry_cells(table *t, const cg_entry *e) {
+void info_titles(table *t) {
+    static const char *const titles[] = {"name", "dtype", "shape", "bytes"};
+    for (int c = 0; c < 4; c++) table_cell(t, "%s", titles[c]);
+}
+
+void info_entry_cells(table *t, const cg_entry *e) {
     char shape[160];
     table_cell(t, "%s", cg_shown(e->name).text);
     table_cell(t, "%s", cg_shown(e->dtype).text);
@@ -143,13 +143,12 @@ static void entry_cells(table *t, const cg_entry *e) {
     table_cell(t, "%" PRId64, e->bytes);
 }
 
-static void print_archive(const info *in, const cg_archive *file) {
-    static const char *const titles[] = {"name", "dtype", "shape", "bytes"};
+void info_print_archive(const info *in, const cg_archive *file) {
     int n = cg_archive_n_entries(file);
     printf("%s, %d tensor%s\n\n", cg_archive_format(file), n, n == 1 ? "" : "s");
     table *t = table_new("lllr");
-    for (int c = 0; c < 4; c++) table_cell(t, "%s", titles[c]);
-    for (int i = 0; i < n; i++) entry_cells(t, cg_archive_entry(file, i));
+    info_titles(t);
+    for (int i = 0; i < n; i++) info_entry_cells(t, cg_archive_entry(file, i));
     table_print(t);
     for (int i = 0; i < n; i++) {
         const cg_entry *e = cg_archive_entry(file, i);
@@ -158,7 +157,7 @@ static void print_archive(const info *in, const cg_archive *file) {
                    e->advice);
     }
     if (in->values > 0) putchar('\n');
-    for (int i = 0; i < n && in->values > 0; i++) print_values(in, cg_archive_entry(file, i));
+    for (int i = 0; i < n && in->values > 0; i++) info_print_values(in, cg_archive_entry(file, i));
     void *at = NULL;
     const char *key, *value;
     for (bool first = true; cg_archive_metadata_next(file, &at, &key, &value); first = false)
@@ -173,7 +172,7 @@ static int print_isas(const info *in) {
         if (cg_isa_exists((cg_isa)isa)) json_array_append_new(isas, json_string(cg_isa_name((cg_isa)isa)));
     if (in->json) {
         json_t *root = json_pack("{s:s, s:s, s:O}", "version", CSAGRAD_VERSION, "isa", used, "isas", isas);
-        print_json(root);
+        info_print_json(root);
     } else {
         printf("%s\nkernels: %s; this processor has", CSAGRAD_VERSION, used);
         for (size_t i = 0; i < json_array_size(isas); i++)
@@ -195,12 +194,13 @@ int csagrad_info(int argc, char **argv) {
         return tool_failed(argv[0], &error);
     }
     if (!in.path) return print_isas(&in);
+    if (info_is_folder(in.path) || info_is_index(in.path)) return info_shards(&in, argv[0]);
     cg_archive *file = cg_archive_open(in.path, &error);
     if (!file) return tool_failed(argv[0], &error);
     if (in.json)
-        print_json(archive_json(&in, file));
+        info_print_json(info_archive_json(&in, file));
     else
-        print_archive(&in, file);
+        info_print_archive(&in, file);
     cg_archive_close(file);
     return CG_OK;
 }
