@@ -17,10 +17,12 @@ struct cg_archive {
     void *map;                   /* NULL for safetensors */
     size_t map_bytes;
     cg_zip zip;
-    char **names;  /* n_tensors, owned; NULL for safetensors */
-    void **copies; /* n_tensors, NULL where the data lies in the file */
-    int n_tensors;
-    cg_named_tensor *tensors;
+    char **names;  /* n_entries, owned; NULL for safetensors */
+    char **words;  /* n_entries, owned: dtypes that are not read */
+    void **copies; /* n_entries, NULL where the data lies in the file */
+    int n_entries, n_tensors;
+    cg_entry *entries;
+    cg_named_tensor *tensors; /* those of the entries that are read */
 };
 
 static bool is_aligned(const void *data, cg_dtype dtype) {
@@ -36,27 +38,18 @@ static void *allocate(int64_t bytes, cg_error *error) {
 static bool make_lists(cg_archive *archive, int n, cg_error *error) {
     archive->names = calloc((size_t)n + 1, sizeof *archive->names);
     archive->copies = calloc((size_t)n + 1, sizeof *archive->copies);
+    archive->words = calloc((size_t)n + 1, sizeof *archive->words);
+    archive->entries = calloc((size_t)n + 1, sizeof *archive->entries);
     archive->tensors = calloc((size_t)n + 1, sizeof *archive->tensors);
-    archive->n_tensors = n;
-    return (archive->names && archive->copies && archive->tensors) ||
+    archive->n_entries = n;
+    return (archive->names && archive->copies && archive->words && archive->entries && archive->tensors) ||
            cg_fail(error, CG_FAILED, "no memory for the list of tensors");
 }
 
 static bool is_utf8(const char *text) {
-    for (const unsigned char *c = (const unsigned char *)text; *c;) {
-        int more = *c < 0x80                 ? 0
-                   : *c >= 0xc2 && *c < 0xe0 ? 1
-                   : (*c & 0xf0) == 0xe0     ? 2
-                   : *c >= 0xf0 && *c < 0xf5 ? 3
-                                             : -1;
-        if (more < 0) return false;
-        /* no long form of a short code, no surrogate, nothing above U+10FFFF */
-        if ((*c == 0xe0 && c[1] < 0xa0) || (*c == 0xed && c[1] > 0x9f) || (*c == 0xf0 && c[1] < 0x90) ||
-            (*c == 0xf4 && c[1] > 0x8f))
-            return false;
-        for (c++; more > 0; more--, c++)
-            if ((*c & 0xc0) != 0x80) return false;
-    }
+    uint32_t letter;
+    for (size_t n, left = strlen(text); left; text += n, left -= n)
+        if (!(n = cg_utf8_letter(text, left, &letter))) return false;
     return true;
 }
 
@@ -66,15 +59,22 @@ static bool set_name(cg_archive *archive, int i, const char *name, size_t bytes,
     memcpy(copy, name, bytes);
     copy[bytes] = 0;
     archive->names[i] = copy;
-    archive->tensors[i].name = copy;
+    archive->entries[i].name = copy;
     return is_utf8(copy) || cg_fail(error, CG_BAD_INPUT, "the name is not UTF-8");
 }
 
 /* Tensor i from the data of an array, which lies in the file, or in copies[i] already. */
 static bool set_tensor(cg_archive *archive, int i, const cg_npy *npy, const char *from, cg_error *error) {
     enum { PIECE = 1 << 17 }; /* elements: the pages of a piece are given back before the next one is read */
-    cg_tensor *t = &archive->tensors[i].tensor;
-    *t = (cg_tensor){.dtype = npy->dtype, .shape = npy->shape, .data = (void *)from};
+    cg_entry *e = &archive->entries[i];
+    cg_named_tensor *named = &archive->tensors[archive->n_tensors++];
+    cg_tensor *t = &named->tensor;
+    *named = (cg_named_tensor){e->name, {.dtype = npy->dtype, .shape = npy->shape, .data = (void *)from}};
+    e->dtype = cg_dtype_name(npy->dtype);
+    e->elements = npy->dtype;
+    e->shape = npy->shape;
+    e->bytes = npy->data_bytes;
+    e->tensor = t;
     if (cg_npy_is_plain(npy) && is_aligned(from, npy->dtype)) return true;
     t->data = allocate(npy->data_bytes, error);
     if (!t->data) return false;
@@ -89,6 +89,18 @@ static bool set_tensor(cg_archive *archive, int i, const cg_npy *npy, const char
     return true;
 }
 
+/* Array i, whose elements are not read: what its header says. */
+static bool set_unread(cg_archive *archive, int i, const cg_npy *npy, cg_error *error) {
+    cg_entry *e = &archive->entries[i];
+    *e = (cg_entry){.name = e->name,
+                    .elements = CG_DTYPES,
+                    .shape = npy->shape,
+                    .bytes = npy->data_bytes,
+                    .advice = npy->advice};
+    e->dtype = archive->words[i] = strdup(cg_npy_word(npy).text);
+    return e->dtype || cg_fail(error, CG_FAILED, "no memory for the name of a dtype");
+}
+
 static bool parse_npy(const void *start, int64_t bytes, int64_t header_bytes, cg_npy *npy, cg_error *error) {
     if (header_bytes > bytes)
         return cg_fail(error, CG_BAD_INPUT,
@@ -96,9 +108,10 @@ static bool parse_npy(const void *start, int64_t bytes, int64_t header_bytes, cg
                        (long long)header_bytes, (long long)bytes);
     if (!cg_npy_parse(start, header_bytes, npy, error)) return false;
     char shape[160];
+    if (npy->data_bytes < 0) npy->data_bytes = bytes - header_bytes;
     if (npy->data_bytes != bytes - header_bytes)
         return cg_fail(error, CG_BAD_INPUT, "shape %s of %s has %lld bytes, but %lld follow the npy header",
-                       cg_shape_text(&npy->shape, shape, sizeof shape), cg_dtype_name(npy->dtype),
+                       cg_shape_text(&npy->shape, shape, sizeof shape), cg_npy_word(npy).text,
                        (long long)npy->data_bytes, (long long)(bytes - header_bytes));
     return true;
 }
@@ -111,7 +124,9 @@ static bool open_npy(cg_archive *archive, const char *path, cg_error *error) {
            parse_npy(archive->map, (int64_t)archive->map_bytes, header_bytes, &npy, error) &&
            make_lists(archive, 1, error) &&
            set_name(archive, 0, name, dot && dot > name ? (size_t)(dot - name) : strlen(name), error) &&
-           set_tensor(archive, 0, &npy, (const char *)archive->map + header_bytes, error);
+           (npy.dtype == CG_DTYPES
+                ? set_unread(archive, 0, &npy, error)
+                : set_tensor(archive, 0, &npy, (const char *)archive->map + header_bytes, error));
 }
 
 static bool check_member(const cg_zip_member *m, cg_error *error) {
@@ -143,10 +158,17 @@ static bool add_member(cg_archive *archive, int i, cg_error *error) {
         ok = header && cg_zip_peek(m, header, (size_t)header_bytes, &got, error);
     }
     ok = ok && parse_npy(header ? header : (const char *)m->data, (int64_t)m->bytes, header_bytes, &npy, error);
+    const bool is_read = ok && npy.dtype < CG_DTYPES;
+    ok = ok && (is_read || set_unread(archive, i, &npy, error));
     free(header);
     if (ok && m->deflated) archive->copies[i] = allocate((int64_t)m->bytes, error);
     if (!ok || (m->deflated && !archive->copies[i]) || !cg_zip_unpack(m, archive->copies[i], error))
         return false;
+    if (!is_read) { /* its CRC alone was wanted */
+        free(archive->copies[i]);
+        archive->copies[i] = NULL;
+        return true;
+    }
     const char *data = m->deflated ? archive->copies[i] : (const char *)m->data;
     return set_tensor(archive, i, &npy, data + header_bytes, error);
 }
@@ -175,16 +197,15 @@ static bool open_npz(cg_archive *archive, cg_error *error) {
 static bool open_safetensors(cg_archive *archive, const char *path, cg_error *error) {
     archive->safetensors = cg_safetensors_open(path, error);
     if (!archive->safetensors) return false;
-    int n = cg_safetensors_count(archive->safetensors);
+    int n = cg_safetensors_n_entries(archive->safetensors);
     cg_error inner = {0};
     if (!make_lists(archive, n, &inner)) return cg_file_fail(error, &inner, path);
     for (int i = 0; i < n; i++) {
-        const cg_named_tensor *t = cg_safetensors_at(archive->safetensors, i);
-        cg_npy as_stored = {.dtype = t->tensor.dtype, .shape = t->tensor.shape};
-        as_stored.data_bytes = cg_tensor_bytes(as_stored.dtype, &as_stored.shape);
-        archive->tensors[i].name = t->name;
-        if (!set_tensor(archive, i, &as_stored, t->tensor.data, &inner))
-            return cg_file_fail(error, &inner, path);
+        const cg_entry *e = cg_safetensors_entry(archive->safetensors, i);
+        archive->entries[i] = *e;
+        if (!e->tensor) continue;
+        cg_npy as_stored = {.dtype = e->elements, .shape = e->shape, .data_bytes = e->bytes};
+        if (!set_tensor(archive, i, &as_stored, e->data, &inner)) return cg_file_fail(error, &inner, path);
     }
     return true;
 }
@@ -227,9 +248,12 @@ cg_archive *cg_archive_open(const char *path, cg_error *error) {
 
 void cg_archive_close(cg_archive *archive) {
     if (!archive) return;
-    for (int i = 0; archive->names && i < archive->n_tensors; i++) free(archive->names[i]);
-    for (int i = 0; archive->copies && i < archive->n_tensors; i++) free(archive->copies[i]);
+    for (int i = 0; archive->names && i < archive->n_entries; i++) free(archive->names[i]);
+    for (int i = 0; archive->words && i < archive->n_entries; i++) free(archive->words[i]);
+    for (int i = 0; archive->copies && i < archive->n_entries; i++) free(archive->copies[i]);
     free(archive->names);
+    free(archive->words);
+    free(archive->entries);
     free(archive->copies);
     free(archive->tensors);
     cg_zip_free(&archive->zip);
@@ -239,6 +263,16 @@ void cg_archive_close(cg_archive *archive) {
 }
 
 const char *cg_archive_format(const cg_archive *archive) { return archive->format; }
+
+int cg_archive_n_entries(const cg_archive *archive) { return archive->n_entries; }
+
+const cg_entry *cg_archive_entry(const cg_archive *archive, int i) { return &archive->entries[i]; }
+
+const cg_entry *cg_archive_unread(const cg_archive *archive, const char *name) {
+    for (int i = 0; i < archive->n_entries; i++)
+        if (!archive->entries[i].tensor && !strcmp(archive->entries[i].name, name)) return &archive->entries[i];
+    return NULL;
+}
 
 int cg_archive_count(const cg_archive *archive) { return archive->n_tensors; }
 

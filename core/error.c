@@ -3,21 +3,14 @@
 #include <stdio.h>
 #include <string.h>
 
-/* A path or a word of a file may hold anything; the sentence stays one line and moves no cursor: control
- * characters show as \x1b, those of two bytes in UTF-8 too. */
+#include "core/shown.h"
+
+/* A path or a word of a file may hold anything; the sentence stays one line, moves no cursor and is UTF-8. */
 static void put_clean(char *to, size_t room, const char *from) {
-    unsigned char before = 0;
-    for (const unsigned char *c = (const unsigned char *)from; *c; before = *c++) {
-        bool opens = *c == 0xc2 && c[1] >= 0x80 && c[1] < 0xa0, closes = before == 0xc2 && *c < 0xa0;
-        bool escaped = *c < ' ' || *c == 0x7f || opens || (closes && *c >= 0x80);
-        size_t n = escaped ? 4 : 1;
-        if (n >= room) break;
-        if (escaped)
-            sprintf(to, "\\x%02x", *c);
-        else
-            *to = (char)*c;
-        to += n;
-        room -= n;
+    for (size_t left = strlen(from), n; left > 0 && room > CG_SHOWN_LETTER; from += n, left -= n) {
+        char *begin = to;
+        n = cg_shown_letter(&to, from, left);
+        room -= (size_t)(to - begin);
     }
     *to = 0;
 }

@@ -12,6 +12,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "core/shown.h"
+
 /* "cannot DOING PATH: REASON". Only the end of a very long path is shown: the reason must fit into the
  * sentence too. */
 static bool __attribute__((format(printf, 5, 6)))
@@ -158,11 +160,7 @@ void cg_file_drop(const void *begin, size_t bytes) {
 }
 
 bool cg_file_fail(cg_error *error, const cg_error *inner, const char *path) {
-    enum { SHOWN = 160 };
-    size_t length = strlen(path);
-    bool clip = length > SHOWN;
-    return cg_fail(error, inner->code, "%s%s: %s", clip ? "..." : "", clip ? path + length - SHOWN : path,
-                   inner->text);
+    return cg_fail(error, inner->code, "%s: %s", cg_shown_path(path).text, inner->text);
 }
 
 struct cg_file_writer {

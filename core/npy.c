@@ -6,7 +6,7 @@
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "little-endian data is used as it is stored");
 
-#define SUPPORTED "f4 f8 f2 i4 i8 u1 b1"
+#define READ "f4 f8 f2, i1 to i8, u1 to u8, b1"
 
 static int64_t number_of(const unsigned char *bytes, int n) {
     int64_t number = 0;
@@ -121,40 +121,81 @@ static bool read_shape(cursor *c, cg_shape *shape) {
     return true;
 }
 
-static bool read_dtype(cursor *c, cg_npy *npy) {
+/* A list of fields up to its last bracket, brackets in names left out. */
+static bool skip_fields(cursor *c) {
+    char quote = 0;
+    int depth = 0;
+    for (; c->at < c->end; c->at++) {
+        if (quote) {
+            if (*c->at == quote) quote = 0;
+        } else if (*c->at == '\'' || *c->at == '"') {
+            quote = *c->at;
+        } else if (*c->at == '[' || *c->at == '(') {
+            depth++;
+        } else if ((*c->at == ']' || *c->at == ')') && --depth == 0) {
+            c->at++;
+            return true;
+        }
+    }
+    return fail_here(c, "']' behind the fields of a dtype");
+}
+
+/* Bytes of an element that is not read, from a letter and digits: c8, S3, U2 (of four bytes each), M8[ns]. 0: the header
+ * does not say, as for objects, which are pickled. -1: no name of NumPy's. */
+static int64_t unread_bytes(word name) {
+    const char *digits = name.bytes > 1 ? name.text + 1 : "";
+    int64_t n = 0, i = 0;
+    if (word_is(name, "O")) return 0;
+    for (; i < (int64_t)name.bytes - 1 && digits[i] >= '0' && digits[i] <= '9' && n < 1 << 28; i++)
+        n = 10 * n + digits[i] - '0';
+    if (i == 0 || !name.text[0] || !strchr("fciubSUVMm", name.text[0])) return -1;
+    if (i < (int64_t)name.bytes - 1 && !(strchr("Mm", name.text[0]) && digits[i] == '[')) return -1;
+    return name.text[0] == 'U' ? 4 * n : n;
+}
+
+static bool read_dtype(cursor *c, cg_npy *npy, int64_t *element) {
     static const struct {
         const char *name;
         cg_dtype dtype;
-    } known[] = {{"f4", CG_F32}, {"f8", CG_F64}, {"f2", CG_F16}, {"i4", CG_I32},
-                 {"i8", CG_I64}, {"u1", CG_U8},  {"b1", CG_U8}};
+    } known[] = {{"f4", CG_F32}, {"f8", CG_F64}, {"f2", CG_F16}, {"b1", CG_BOOL},
+                 {"i1", CG_I8},  {"i2", CG_I16}, {"i4", CG_I32}, {"i8", CG_I64},
+                 {"u1", CG_U8},  {"u2", CG_U16}, {"u4", CG_U32}, {"u8", CG_U64}};
     word w;
-    if (peek(c) == '[')
-        return cg_fail(c->error, CG_BAD_INPUT, "has a structured dtype, these are supported: " SUPPORTED);
+    npy->dtype = CG_DTYPES;
+    if (peek(c) == '[') {
+        const char *begin = c->at;
+        if (!skip_fields(c)) return false;
+        npy->word = begin;
+        npy->word_bytes = c->at - begin;
+        npy->advice = "save its fields one by one";
+        *element = 0;
+        return true;
+    }
     if (!read_word(c, &w, "a string behind 'descr'")) return false;
+    npy->word = w.text;
+    npy->word_bytes = (int64_t)w.bytes;
     char order = w.bytes > 1 ? w.text[0] : 0;
     word name = {w.text + 1, w.bytes - 1};
     bool has_order = order == '<' || order == '>' || order == '|';
-    cg_shown_word shown = cg_shown_bytes(w.text, w.bytes);
-    if (has_order && name.text[0] == 'O')
-        return cg_fail(c->error, CG_BAD_INPUT,
-                       "holds Python objects (dtype '%s'): save numbers, for example as float32", shown.text);
-    if (has_order && word_is(name, "V2"))
-        return cg_fail(
-            c->error, CG_BAD_INPUT,
-            "has dtype '%s', two bytes of any meaning: if this is bfloat16, which npy has no name for, "
-            "save it as float32 or in a safetensors file",
-            shown.text);
     for (size_t i = 0; has_order && i < sizeof known / sizeof known[0]; i++) {
         if (!word_is(name, known[i].name)) continue;
+        *element = (int64_t)cg_dtype_bytes(known[i].dtype);
+        if (*element > 1 && order == '|') break;
         npy->dtype = known[i].dtype;
-        bool one_byte = cg_dtype_bytes(npy->dtype) == 1;
-        if (!one_byte && order == '|') break;
-        npy->big_endian = !one_byte && order == '>';
+        npy->big_endian = *element > 1 && order == '>';
         return true;
     }
-    return cg_fail(c->error, CG_BAD_INPUT,
-                   "has dtype '%s', these are supported: " SUPPORTED ", with '<' or '>' before them",
-                   shown.text);
+    *element = has_order && npy->dtype == CG_DTYPES ? unread_bytes(name) : -1;
+    if (*element < 0 || (order == '|' && strchr("fciu", name.text[0])))
+        return cg_fail(c->error, CG_BAD_INPUT,
+                       "has dtype '%s', these are read: " READ ", with '<' or '>' before them",
+                       cg_shown_bytes(w.text, w.bytes).text);
+    if (word_is(name, "O")) npy->advice = "Python objects; save numbers, for example as float32";
+    if (word_is(name, "V2"))
+        npy->advice =
+            "two bytes of any meaning; if this is bfloat16, which npy has no name for, save it as float32 or "
+            "in a safetensors file";
+    return true;
 }
 
 /* Are row-major and column-major order the same? */
@@ -167,7 +208,7 @@ static bool one_order(const cg_shape *shape) {
     return long_dims <= 1;
 }
 
-static bool read_dict(cursor *c, cg_npy *npy) {
+static bool read_dict(cursor *c, cg_npy *npy, int64_t *element) {
     static const char *const keys[] = {"descr", "fortran_order", "shape"};
     bool seen[3] = {0};
     if (!take(c, '{')) return fail_here(c, "'{'");
@@ -182,7 +223,9 @@ static bool read_dict(cursor *c, cg_npy *npy) {
                            k == 3 ? "unknown" : "repeated", cg_shown_bytes(key.text, key.bytes).text);
         seen[k] = true;
         if (!take(c, ':')) return fail_here(c, "':'");
-        if (!(k == 0 ? read_dtype(c, npy) : k == 1 ? read_truth(c, &npy->fortran) : read_shape(c, &npy->shape)))
+        if (!(k == 0   ? read_dtype(c, npy, element)
+              : k == 1 ? read_truth(c, &npy->fortran)
+                       : read_shape(c, &npy->shape)))
             return false;
     }
     for (int k = 0; k < 3; k++)
@@ -191,17 +234,24 @@ static bool read_dict(cursor *c, cg_npy *npy) {
     return true;
 }
 
+cg_shown_word cg_npy_word(const cg_npy *npy) {
+    return npy->dtype < CG_DTYPES ? cg_shown(cg_dtype_name(npy->dtype))
+                                  : cg_shown_bytes(npy->word, (size_t)npy->word_bytes);
+}
+
 bool cg_npy_parse(const void *start, int64_t header_bytes, cg_npy *npy, cg_error *error) {
     const char *first = start;
     int prefix = first[6] == 1 ? 10 : 12;
     cursor c = {first + prefix, first + prefix, first + header_bytes, error};
     *npy = (cg_npy){.header_bytes = header_bytes};
-    if (!read_dict(&c, npy)) return false;
+    int64_t element = 0;
+    if (!read_dict(&c, npy, &element)) return false;
     char text[160];
-    npy->data_bytes = cg_tensor_bytes(npy->dtype, &npy->shape);
-    if (npy->data_bytes == INT64_MAX)
+    if (__builtin_mul_overflow(cg_shape_count(&npy->shape), element, &npy->data_bytes) ||
+        npy->data_bytes == INT64_MAX)
         return cg_fail(error, CG_BAD_INPUT, "the bytes of shape %s of %s do not fit 64 bits",
-                       cg_shape_text(&npy->shape, text, sizeof text), cg_dtype_name(npy->dtype));
+                       cg_shape_text(&npy->shape, text, sizeof text), cg_npy_word(npy).text);
+    if (npy->dtype == CG_DTYPES && element == 0) npy->data_bytes = -1;
     if (npy->fortran && one_order(&npy->shape)) npy->fortran = false;
     return true;
 }

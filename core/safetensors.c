@@ -12,22 +12,32 @@
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the data of a file is used as it is stored");
 
 #define METADATA "__metadata__"
-#define SUPPORTED "F32 F64 I32 BF16 F16 I64 U8"
 
 enum { LENGTH_BYTES = 8, HEADER_MAX = 100000000 };
 
 static const char *const dtype_words[CG_DTYPES] = {
-    [CG_F32] = "F32", [CG_F64] = "F64", [CG_I32] = "I32", [CG_BF16] = "BF16",
-    [CG_F16] = "F16", [CG_I64] = "I64", [CG_U8] = "U8",
+    [CG_F32] = "F32",   [CG_F64] = "F64", [CG_I32] = "I32", [CG_BF16] = "BF16", [CG_F16] = "F16",
+    [CG_I64] = "I64",   [CG_U8] = "U8",   [CG_I8] = "I8",   [CG_I16] = "I16",   [CG_U16] = "U16",
+    [CG_BOOL] = "BOOL", [CG_U32] = "U32", [CG_U64] = "U64",
 };
+
+/* Dtypes of the format whose sizes are known and whose elements are not read. */
+static const struct {
+    const char *word;
+    int bits;
+} unread_dtypes[] = {{"F8_E4M3", 8}, {"F8_E5M2", 8}, {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8},
+                     {"F6_E2M3", 6}, {"F6_E3M2", 6}, {"F4", 4},      {"C64", 64}};
+
+enum { N_UNREAD_DTYPES = sizeof unread_dtypes / sizeof unread_dtypes[0] };
 
 struct cg_safetensors {
     void *map;
     size_t map_bytes;
     json_t *header;   /* owns all names */
     json_t *metadata; /* inside header; NULL when the file has none */
-    int n_tensors;
-    cg_named_tensor *tensors;
+    int n_entries, n_tensors;
+    cg_entry *entries;
+    cg_named_tensor *tensors; /* those of the entries that are read */
 };
 
 static cg_shown_word shown_value(const json_t *value) {
@@ -151,21 +161,31 @@ static bool read_numbers(const json_t *list, const char *key, int most, int64_t 
     return true;
 }
 
-static bool read_dtype(const json_t *word, cg_dtype *dtype, cg_error *error) {
-    if (!json_is_string(word))
-        return cg_fail(error, CG_BAD_INPUT, "dtype must be a string, got %s", shown_value(word).text);
-    for (int i = 0; i < CG_DTYPES; i++)
-        if (strcmp(json_string_value(word), dtype_words[i]) == 0) {
-            *dtype = (cg_dtype)i;
-            return true;
-        }
-    return cg_fail(error, CG_BAD_INPUT, "dtype '%s' is not supported, these are: " SUPPORTED,
-                   cg_shown(json_string_value(word)).text);
+/* The dtype, CG_DTYPES for one that is not read, and the bits of an element, 0 where they are not known. */
+static bool read_dtype(const json_t *value, cg_dtype *dtype, int *bits, cg_error *error) {
+    const char *word = json_string_value(value);
+    if (!word) return cg_fail(error, CG_BAD_INPUT, "dtype must be a string, got %s", shown_value(value).text);
+    int i = 0, k = 0;
+    while (i < CG_DTYPES && strcmp(word, dtype_words[i])) i++;
+    while (k < N_UNREAD_DTYPES && strcmp(word, unread_dtypes[k].word)) k++;
+    *dtype = (cg_dtype)i;
+    *bits = i < CG_DTYPES ? 8 * (int)cg_dtype_bytes(*dtype) : k < N_UNREAD_DTYPES ? unread_dtypes[k].bits : 0;
+    return true;
+}
+
+/* Whole bytes of a shape; INT64_MAX when they do not fit 64 bits. */
+static int64_t packed_bytes(const cg_shape *shape, int bits) {
+    int64_t all;
+    if (bits % 8 == 0) {
+        if (__builtin_mul_overflow(cg_shape_count(shape), (int64_t)bits / 8, &all)) return INT64_MAX;
+        return all;
+    }
+    if (__builtin_mul_overflow(cg_shape_count(shape), (int64_t)bits, &all)) return INT64_MAX;
+    return all / 8 + (all % 8 != 0);
 }
 
 /* One entry of the header. Every claim is held against the size of the file before it becomes an address. */
-static bool read_entry(const json_t *entry, char *data, int64_t data_bytes, cg_tensor *tensor,
-                       cg_error *error) {
+static bool read_entry(const json_t *entry, char *data, int64_t data_bytes, cg_entry *e, cg_error *error) {
     static const char *const keys[] = {"dtype", "shape", "data_offsets"};
     const json_t *values[3];
     if (!json_is_object(entry))
@@ -181,10 +201,10 @@ static bool read_entry(const json_t *entry, char *data, int64_t data_bytes, cg_t
                            cg_shown(json_object_iter_key(at)).text);
     }
 
-    int n_offsets;
+    int n_offsets, bits = 0;
     int64_t offsets[3]; /* one more than right, so that the sentence can tell three from many */
-    if (!read_dtype(values[0], &tensor->dtype, error) ||
-        !read_numbers(values[1], "shape", CG_MAX_DIMS, tensor->shape.dims, &tensor->shape.n_dims, error) ||
+    if (!read_dtype(values[0], &e->elements, &bits, error) ||
+        !read_numbers(values[1], "shape", CG_MAX_DIMS, e->shape.dims, &e->shape.n_dims, error) ||
         !read_numbers(values[2], "data_offsets", 3, offsets, &n_offsets, error))
         return false;
     if (n_offsets != 2)
@@ -192,25 +212,26 @@ static bool read_entry(const json_t *entry, char *data, int64_t data_bytes, cg_t
                        n_offsets);
 
     int64_t begin = offsets[0], end = offsets[1];
-    int64_t expected = cg_tensor_bytes(tensor->dtype, &tensor->shape);
+    int64_t expected = bits ? packed_bytes(&e->shape, bits) : end - begin;
+    cg_shown_word word = cg_shown(json_string_value(values[0]));
     char shape[160];
-    cg_shape_text(&tensor->shape, shape, sizeof shape);
+    cg_shape_text(&e->shape, shape, sizeof shape);
     if (begin > end)
         return cg_fail(error, CG_BAD_INPUT, "data_offsets [%lld, %lld] end before they begin", (long long)begin,
                        (long long)end);
     if (expected == INT64_MAX)
-        return cg_fail(error, CG_BAD_INPUT, "the bytes of shape %s of %s do not fit 64 bits", shape,
-                       dtype_words[tensor->dtype]);
+        return cg_fail(error, CG_BAD_INPUT, "the bytes of shape %s of %s do not fit 64 bits", shape, word.text);
     if (end - begin != expected)
-        return cg_fail(error, CG_BAD_INPUT,
-                       "shape %s of %s has %lld bytes, but data_offsets [%lld, %lld] have %lld", shape,
-                       dtype_words[tensor->dtype], (long long)expected, (long long)begin, (long long)end,
-                       (long long)(end - begin));
+        return cg_fail(
+            error, CG_BAD_INPUT, "shape %s of %s has %lld bytes, but data_offsets [%lld, %lld] have %lld",
+            shape, word.text, (long long)expected, (long long)begin, (long long)end, (long long)(end - begin));
     if (end > data_bytes)
         return cg_fail(error, CG_BAD_INPUT,
                        "data_offsets [%lld, %lld] end past the file, which has %lld bytes of data: is it cut?",
                        (long long)begin, (long long)end, (long long)data_bytes);
-    tensor->data = data + begin;
+    e->dtype = e->elements < CG_DTYPES ? cg_dtype_name(e->elements) : json_string_value(values[0]);
+    e->bytes = end - begin;
+    e->data = data + begin;
     return true;
 }
 
@@ -220,20 +241,19 @@ static int64_t tensor_bytes(const cg_named_tensor *t) {
 
 /* In order of the data; a tensor of no element before the one that begins at the same place. */
 static int compare_places(const void *left, const void *right) {
-    const cg_named_tensor *a = left, *b = right;
-    uintptr_t a_begin = (uintptr_t)a->tensor.data, b_begin = (uintptr_t)b->tensor.data;
+    const cg_entry *a = left, *b = right;
+    uintptr_t a_begin = (uintptr_t)a->data, b_begin = (uintptr_t)b->data;
     if (a_begin != b_begin) return a_begin < b_begin ? -1 : 1;
-    int64_t a_bytes = tensor_bytes(a), b_bytes = tensor_bytes(b);
-    if (a_bytes != b_bytes) return a_bytes < b_bytes ? -1 : 1;
+    if (a->bytes != b->bytes) return a->bytes < b->bytes ? -1 : 1;
     return strcmp(a->name, b->name);
 }
 
 /* The tensors must tile the data: bytes of none could hide something, bytes of two are a broken writer. */
 static bool check_places(const cg_safetensors *file, const char *data, int64_t data_bytes, cg_error *error) {
     int64_t last_end = 0;
-    for (int i = 0; i < file->n_tensors; i++) {
-        const cg_named_tensor *t = &file->tensors[i];
-        int64_t begin = (char *)t->tensor.data - data;
+    for (int i = 0; i < file->n_entries; i++) {
+        const cg_entry *t = &file->entries[i];
+        int64_t begin = t->data - data;
         if (begin < last_end) /* so i > 0 */
             return cg_fail(error, CG_BAD_INPUT,
                            "tensors '%s' and '%s' overlap: the second begins at %lld, the first ends at %lld",
@@ -243,13 +263,24 @@ static bool check_places(const cg_safetensors *file, const char *data, int64_t d
             return cg_fail(error, CG_BAD_INPUT,
                            "tensor '%s': it begins at %lld, which leaves a hole of %lld bytes before it",
                            cg_shown(t->name).text, (long long)begin, (long long)(begin - last_end));
-        last_end = begin + tensor_bytes(t);
+        last_end = begin + t->bytes;
     }
     if (last_end != data_bytes)
         return cg_fail(error, CG_BAD_INPUT,
                        "%lld bytes follow the last tensor: the tensors end at %lld of %lld bytes of data",
                        (long long)(data_bytes - last_end), (long long)last_end, (long long)data_bytes);
     return true;
+}
+
+/* Those that are read, in the order of the entries. */
+static void list_tensors(cg_safetensors *file) {
+    for (int i = 0; i < file->n_entries; i++) {
+        cg_entry *e = &file->entries[i];
+        if (e->elements == CG_DTYPES) continue;
+        cg_named_tensor *t = &file->tensors[file->n_tensors++];
+        *t = (cg_named_tensor){e->name, {e->elements, e->shape, (char *)e->data}};
+        e->tensor = &t->tensor;
+    }
 }
 
 static bool open_file(cg_safetensors *file, const char *path, cg_error *error) {
@@ -278,19 +309,23 @@ static bool open_file(cg_safetensors *file, const char *path, cg_error *error) {
     file->metadata = json_object_get(file->header, METADATA);
     if (file->metadata && !check_metadata(file->metadata, error)) return false;
 
-    file->tensors = calloc(json_object_size(file->header) + 1, sizeof *file->tensors);
-    if (!file->tensors) return cg_fail(error, CG_FAILED, "no memory for the list of tensors");
+    const size_t most = json_object_size(file->header) + 1;
+    file->entries = calloc(most, sizeof *file->entries);
+    file->tensors = calloc(most, sizeof *file->tensors);
+    if (!file->entries || !file->tensors) return cg_fail(error, CG_FAILED, "no memory for the list of tensors");
     for (void *at = json_object_iter(file->header); at; at = json_object_iter_next(file->header, at)) {
         const json_t *entry = json_object_iter_value(at);
         if (entry == file->metadata) continue;
-        cg_named_tensor *t = &file->tensors[file->n_tensors++];
-        t->name = json_object_iter_key(at);
-        if (!read_entry(entry, data, data_bytes, &t->tensor, error)) {
-            cg_error_at(error, "tensor '%s'", cg_shown(t->name).text);
+        cg_entry *e = &file->entries[file->n_entries];
+        e->name = json_object_iter_key(at);
+        if (!read_entry(entry, data, data_bytes, e, error)) {
+            cg_error_at(error, "tensor '%s'", cg_shown(e->name).text);
             return false;
         }
+        file->n_entries++;
     }
-    qsort(file->tensors, (size_t)file->n_tensors, sizeof *file->tensors, compare_places);
+    qsort(file->entries, (size_t)file->n_entries, sizeof *file->entries, compare_places);
+    list_tensors(file);
     return check_places(file, data, data_bytes, error);
 }
 
@@ -308,9 +343,14 @@ void cg_safetensors_close(cg_safetensors *file) {
     if (!file) return;
     cg_file_unmap(file->map, file->map_bytes);
     json_decref(file->header);
+    free(file->entries);
     free(file->tensors);
     free(file);
 }
+
+int cg_safetensors_n_entries(const cg_safetensors *file) { return file->n_entries; }
+
+const cg_entry *cg_safetensors_entry(const cg_safetensors *file, int i) { return &file->entries[i]; }
 
 int cg_safetensors_count(const cg_safetensors *file) { return file->n_tensors; }
 

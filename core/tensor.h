@@ -20,9 +20,15 @@ typedef enum cg_dtype {
     CG_F64,
     CG_I32,
     CG_BF16, /* stored alone: computed with in f32 (core/bf16.h) */
-    CG_F16,  /* files only */
-    CG_I64,  /* files only */
-    CG_U8,   /* files only */
+    CG_F16,  /* this and all below: files only */
+    CG_I64,
+    CG_U8,
+    CG_BOOL, /* one byte: 0 is false, all others are true */
+    CG_I8,
+    CG_I16,
+    CG_U16,
+    CG_U32,
+    CG_U64,
     CG_DTYPES
 } cg_dtype;
 
@@ -42,11 +48,14 @@ typedef struct cg_tensor {
 /* Bytes of one element. */
 size_t cg_dtype_bytes(cg_dtype dtype);
 
-/* "f32", "f64", "i32", "bf16", "f16", "i64", "u8". */
+/* "f32", "f64", "i32", "bf16", "f16", "i64", "u8", "bool", "i8", "i16", "u16", "u32", "u64". */
 const char *cg_dtype_name(cg_dtype dtype);
 
 /* True for f32, f64 and bf16, the dtypes of real numbers in graphs. */
 bool cg_dtype_is_real(cg_dtype dtype);
+
+/* True for whole numbers, with a sign or without. A truth value is none. */
+bool cg_dtype_is_whole(cg_dtype dtype);
 
 /* The shape with the given sizes: CG_SHAPE(T, D) as a value, CG_DIMS(3, 5) in a static initializer. */
 #define CG_DIMS(...)                                                                                           \
@@ -69,6 +78,15 @@ const char *cg_shape_text(const cg_shape *shape, char *text, size_t text_bytes);
 
 /* Element i of data of any dtype, exact except for whole numbers above 2^53. The data need not be aligned. */
 double cg_dtype_get(cg_dtype dtype, const void *data, int64_t i);
+
+/* Element i of data of whole numbers or truth values, exact; a u64 above INT64_MAX gives INT64_MAX. */
+int64_t cg_dtype_whole(cg_dtype dtype, const void *data, int64_t i);
+
+/* ... as its digits, those above INT64_MAX too. */
+typedef struct cg_whole_text {
+    char text[24];
+} cg_whole_text;
+cg_whole_text cg_dtype_whole_text(cg_dtype dtype, const void *data, int64_t i);
 
 /* Set element i of aligned data in f32, f64 or bf16 to the number of that dtype next to x. To bf16 by way of f32. */
 void cg_dtype_set(cg_dtype dtype, void *data, int64_t i, double x);

@@ -48,20 +48,12 @@ typedef struct directory {
 /* The fields of the end record of zip64 must repeat those of the old one, or those be full. */
 static bool agrees(uint64_t wide, uint64_t narrow, uint64_t full) { return narrow == full || narrow == wide; }
 
-static bool find_directory(const archive *a, directory *d, cg_error *error) {
-    if (a->bytes < END_BYTES || u32(a->start + a->bytes - END_BYTES) != END_MARK)
-        return cg_fail(
-            error, CG_BAD_INPUT,
-            "does not end with the end record of a zip archive: is it cut, or is a comment behind it?");
-    uint64_t end_at = a->bytes - END_BYTES;
+/* The directory that the end record at `end_at` tells of. */
+static bool read_end(const archive *a, uint64_t end_at, directory *d, cg_error *error) {
     const unsigned char *end = a->start + end_at;
     bool one_disk = agrees(0, u16(end + 4), FULL16) && agrees(0, u16(end + 6), FULL16);
     uint64_t here = u16(end + 8); /* entries on this disk */
     *d = (directory){.begin = u32(end + 16), .bytes = u32(end + 12), .entries = u16(end + 10)};
-    if (u16(end + 20))
-        return cg_fail(error, CG_BAD_INPUT, "the zip archive claims a comment of %u bytes and has none",
-                       u16(end + 20));
-
     if (end_at >= LOCATOR_BYTES && u32(end - LOCATOR_BYTES) == LOCATOR_MARK) {
         const unsigned char *locator = end - LOCATOR_BYTES;
         uint64_t at = u64(locator + 8), locator_at = end_at - LOCATOR_BYTES;
@@ -89,6 +81,35 @@ static bool find_directory(const archive *a, directory *d, cg_error *error) {
         return cg_fail(error, CG_BAD_INPUT, "the zip archive claims %llu members, its directory has %llu bytes",
                        (unsigned long long)d->entries, (unsigned long long)d->bytes);
     return true;
+}
+
+/* The end record stands before a comment of at most 65535 bytes, which may hold what looks like one. So all that reach
+ * to the end of the archive are tried: one alone must fit, or readers would see different archives. */
+static bool find_directory(const archive *a, directory *found, cg_error *error) {
+    cg_error misfit = {0};
+    int n_fit = 0;
+    for (uint64_t comment = 0; comment <= FULL16 && has(a, 0, END_BYTES + comment); comment++) {
+        uint64_t at = a->bytes - END_BYTES - comment;
+        uint32_t claimed = u16(a->start + at + 20);
+        directory d;
+        if (u32(a->start + at) != END_MARK) continue;
+        if (claimed != comment) {
+            if (!misfit.code)
+                cg_fail(&misfit, CG_BAD_INPUT,
+                        "the zip archive claims a comment of %u bytes, but %llu follow its end record", claimed,
+                        (unsigned long long)comment);
+        } else if (read_end(a, at, &d, &misfit)) {
+            *found = d;
+            n_fit++;
+        }
+    }
+    if (n_fit == 1) return true;
+    if (n_fit > 1)
+        return cg_fail(error, CG_BAD_INPUT,
+                       "the zip archive has %d end records that fit, one in the comment of another", n_fit);
+    return misfit.code
+               ? cg_fail(error, misfit.code, "%s", misfit.text)
+               : cg_fail(error, CG_BAD_INPUT, "does not end with the end record of a zip archive: is it cut?");
 }
 
 /* Replace the sizes and the offset that are full by those of the zip64 extra field, in this fixed order. */

@@ -152,9 +152,9 @@ static bool fits(const char *path, const cg_safetensors *file, const cg_named_te
                            cg_shape_text(&got->shape, a, sizeof a), cg_dtype_name(want->dtype),
                            cg_shape_text(&want->shape, b, sizeof b));
     }
-    if (cg_safetensors_count(file) != n_tensors)
+    if (cg_safetensors_n_entries(file) != n_tensors)
         return cg_fail(error, CG_BAD_INPUT, "%s holds %d tensors, expected %d: is it of another model?",
-                       cg_shown_path(path).text, cg_safetensors_count(file), n_tensors);
+                       cg_shown_path(path).text, cg_safetensors_n_entries(file), n_tensors);
     return true;
 }
 

@@ -1,5 +1,6 @@
 #include "models/compressor_check.h"
 
+#include "core/shown.h"
 #include "graph/cases.h"
 #include "models/dump.h"
 #include "ops/ops.h"
@@ -11,6 +12,7 @@
 #include <string.h>
 
 static const char gate_name[] = "in.gate";
+static const char real_kinds[] = "f32 or f64", whole_kinds[] = "whole numbers of 8 to 64 bits";
 
 /* The prefix of group number `which`, with its dot; "" is one too. NULL behind the last. */
 static const char *group_prefix(const cg_archive *archive, int which, char *prefix, size_t prefix_bytes) {
@@ -50,6 +52,14 @@ static const cg_tensor *part(const group *g, const char *name) {
     return cg_archive_find(g->archive, full);
 }
 
+/* False with a sentence when the file has it in elements that are not read. */
+static bool is_read(const group *g, const char *name, const char *expected, cg_error *error) {
+    char full[96];
+    snprintf(full, sizeof full, "%s%s", g->prefix, name);
+    const cg_entry *e = cg_archive_unread(g->archive, full);
+    return !e || cg_fail(error, CG_BAD_INPUT, "%s is %s, expected %s", full, cg_shown(e->dtype).text, expected);
+}
+
 /* Element i of a tensor whose first two dimensions are position and sequence, packed: [S, B, w] -> row b*S + s. */
 static double packed_get(const cg_tensor *t, int64_t S, int64_t B, int64_t width, int64_t i) {
     int64_t row = i / width, s = row % S, b = row / S;
@@ -57,6 +67,7 @@ static double packed_get(const cg_tensor *t, int64_t S, int64_t B, int64_t width
 }
 
 static bool read_lengths(group *g, cg_error *error) {
+    if (!is_read(g, "in.cu_seqlens", whole_kinds, error)) return false;
     const cg_tensor *cu = part(g, "in.cu_seqlens");
     char key[96];
     snprintf(key, sizeof key, "%.*s_segment_lengths", (int)(strlen(g->prefix) - (*g->prefix != 0)), g->prefix);
@@ -64,26 +75,40 @@ static bool read_lengths(group *g, cg_error *error) {
     json_t *list = text ? json_loads(text, 0, NULL) : NULL;
     g->packed = cu != NULL || list != NULL;
     g->n_segments = cu ? cg_shape_count(&cu->shape) - 1 : list ? (int64_t)json_array_size(list) : g->B;
-    bool ok = !cu || cu->dtype == CG_I32 ||
-              cg_fail(error, CG_BAD_INPUT, "%sin.cu_seqlens is %s, expected i32", g->prefix,
-                      cg_dtype_name(cu->dtype));
+    bool ok = !cu || cg_dtype_is_whole(cu->dtype) ||
+              cg_fail(error, CG_BAD_INPUT, "%sin.cu_seqlens is %s, expected %s", g->prefix,
+                      cg_dtype_name(cu->dtype), whole_kinds);
     if (ok && (g->n_segments < 1 || (g->packed && g->B != 1)))
         ok = cg_fail(error, CG_BAD_INPUT,
                      "%sin.kv holds %lld sequences beside segment lengths, expected one packed row of tokens",
                      g->prefix, (long long)g->B);
     g->cu_seqlens = ok ? calloc((size_t)g->n_segments + 1, sizeof *g->cu_seqlens) : NULL;
     if (ok && !g->cu_seqlens) ok = cg_fail(error, CG_FAILED, "out of memory");
+    int64_t last = ok && cu ? cg_dtype_whole(cu->dtype, cu->data, 0) : 0;
+    if (ok && last != 0)
+        ok = cg_fail(error, CG_BAD_INPUT, "%sin.cu_seqlens[0] is %s, expected 0", g->prefix,
+                     cg_dtype_whole_text(cu->dtype, cu->data, 0).text);
     for (int64_t b = 0; ok && b < g->n_segments; b++) {
-        int64_t length = list ? json_integer_value(json_array_get(list, (size_t)b)) : g->S;
-        g->cu_seqlens[b + 1] = cu ? ((const int32_t *)cu->data)[b + 1] : g->cu_seqlens[b] + (int32_t)length;
+        const json_t *entry = list ? json_array_get(list, (size_t)b) : NULL;
+        int64_t length = cu      ? cg_dtype_whole(cu->dtype, cu->data, b + 1)
+                         : entry ? (json_is_integer(entry) ? json_integer_value(entry) : -1)
+                                 : g->S;
+        if (cu && length >= 0) length -= last;
+        if (length < 0 || length > g->T - last)
+            ok = cg_fail(error, CG_BAD_INPUT,
+                         "%s%s gives segment %lld another length than 0 to %lld, the rows that are left",
+                         g->prefix, cu ? "in.cu_seqlens" : "the list of segment lengths", (long long)b,
+                         (long long)(g->T - last));
+        last += ok ? length : 0;
+        g->cu_seqlens[b + 1] = (int32_t)last;
     }
-    if (ok && cu) g->cu_seqlens[0] = ((const int32_t *)cu->data)[0];
     json_decref(list);
     return ok;
 }
 
 static bool same_shape(const group *g, const char *name, const char *as, bool needed, cg_error *error) {
     const cg_tensor *t = part(g, name), *model = part(g, as);
+    if (!is_read(g, name, real_kinds, error)) return false;
     if (!t) return !needed || cg_fail(error, CG_BAD_INPUT, "%s%s is missing", g->prefix, name);
     char a[128], b[128];
     if (t->dtype != CG_F32 && t->dtype != CG_F64)
@@ -97,6 +122,8 @@ static bool same_shape(const group *g, const char *name, const char *as, bool ne
 
 static bool read_shapes(group *g, cg_error *error) {
     const cg_tensor *gate = part(g, gate_name), *ape = part(g, "in.ape"), *out = part(g, "out.compressed");
+    if (!is_read(g, "in.ape", real_kinds, error) || !is_read(g, "out.compressed", real_kinds, error))
+        return false;
     if (!ape || !out)
         return cg_fail(error, CG_BAD_INPUT, "%s%s is missing", g->prefix, ape ? "out.compressed" : "in.ape");
     if (!same_shape(g, gate_name, gate_name, true, error) || !same_shape(g, "in.kv", gate_name, true, error) ||
@@ -118,7 +145,7 @@ static bool read_shapes(group *g, cg_error *error) {
     g->ratio = ape->shape.dims[0];
     g->keys = out->shape.dims[0];
     g->d = out->shape.dims[out->shape.n_dims - 1];
-    g->T = g->S * g->B;
+    g->T = cg_shape_count(&CG_SHAPE(g->S, g->B));
     if (g->T > INT32_MAX || (wide && out->shape.dims[1] != g->B) || ape->shape.dims[1] != g->columns ||
         (g->columns != g->d && g->columns != 2 * g->d) || g->ratio < 1)
         return cg_fail(error, CG_BAD_INPUT,

@@ -103,7 +103,8 @@ static const int gradient_of[CG_DUMP_ARRAYS] = {
 
 typedef struct found {
     const char *name, *file;
-    const cg_tensor *tensor;
+    const cg_tensor *tensor; /* NULL: its elements are not read */
+    const cg_entry *unread;  /* then: what the file says of it */
     bool used;
 } found;
 
@@ -136,21 +137,22 @@ static bool open_files(cg_dump *d, const cg_dump_options *o, cg_error *error) {
     for (int i = 0; i < o->n_paths; i++) {
         if (!(own->archives[i] = cg_archive_open(o->paths[i], error))) return false;
         own->n_archives++;
-        n += cg_archive_count(own->archives[i]);
+        n += cg_archive_n_entries(own->archives[i]);
     }
     n += o->n_tensors;
     own->list = calloc((size_t)n + 1, sizeof *own->list);
     own->unused = calloc((size_t)n + 1, sizeof *own->unused);
     if (!own->list || !own->unused) return cg_fail(error, CG_FAILED, "out of memory for the list of tensors");
     for (int i = 0; i < own->n_archives; i++)
-        for (int k = 0; k < cg_archive_count(own->archives[i]); k++) {
-            const cg_named_tensor *t = cg_archive_at(own->archives[i], k);
+        for (int k = 0; k < cg_archive_n_entries(own->archives[i]); k++) {
+            const cg_entry *t = cg_archive_entry(own->archives[i], k);
             for (int other = 0; other < i; other++)
-                if (cg_archive_find(own->archives[other], t->name))
+                if (cg_archive_find(own->archives[other], t->name) ||
+                    cg_archive_unread(own->archives[other], t->name))
                     return cg_fail(error, CG_BAD_INPUT,
                                    "%s: tensor \"%s\" is also in %s: a name may stand in one file only",
                                    o->paths[i], cg_shown(t->name).text, o->paths[other]);
-            own->list[own->n++] = (found){t->name, o->paths[i], &t->tensor, false};
+            own->list[own->n++] = (found){t->name, o->paths[i], t->tensor, t->tensor ? NULL : t, false};
         }
     for (int i = 0; i < o->n_tensors; i++) {
         const cg_named_tensor *t = &o->tensors[i];
@@ -158,7 +160,7 @@ static bool open_files(cg_dump *d, const cg_dump_options *o, cg_error *error) {
         if (twin)
             return cg_fail(error, CG_BAD_INPUT, "%s: tensor \"%s\" is also in %s: a name may stand once only",
                            in_memory, cg_shown(t->name).text, twin->file);
-        own->list[own->n++] = (found){t->name, in_memory, &t->tensor, false};
+        own->list[own->n++] = (found){t->name, in_memory, &t->tensor, NULL, false};
     }
     return true;
 }
@@ -199,13 +201,14 @@ static found *find_id(cg_dump *d, cg_dump_id id, const char *extra) {
 
 static void take(cg_dump *d, cg_dump_id id, found *f) {
     if (!f || d->array[id].name) return;
-    if (id == CG_DUMP_TOPK && f->tensor->shape.n_dims < 2) return; /* a number, not lists */
+    const cg_shape *shape = f->tensor ? &f->tensor->shape : &f->unread->shape;
+    if (id == CG_DUMP_TOPK && shape->n_dims < 2) return; /* a number, not lists */
     f->used = true;
     d->array[id] = (cg_dump_array){.name = f->name,
                                    .file = f->file,
-                                   .dtype = f->tensor->dtype,
-                                   .shape = f->tensor->shape,
-                                   .data = f->tensor->data};
+                                   .dtype = f->tensor ? f->tensor->dtype : CG_DTYPES,
+                                   .shape = *shape,
+                                   .data = f->tensor ? f->tensor->data : NULL};
 }
 
 bool cg_dump_has(const cg_dump *d, cg_dump_id id) { return d->array[id].name != NULL; }
@@ -263,14 +266,24 @@ static void find_tensors(cg_dump *d) {
     }
 }
 
-/* Names that stand for nothing. */
+/* Names that stand for nothing, and a sentence of those among them whose elements are not read. */
 static void list_unused(cg_dump *d) {
+    const found *unread = NULL;
+    int n = 0;
     for (int i = 0; i < d->own->n; i++) {
         const found *f = &d->own->list[i];
+        if (f->unread && n++ == 0) unread = f;
         if (!f->used && strncmp(f->name, "oracle.", 7) && strncmp(f->name, "info.", 5))
             d->own->unused[d->n_unused++] = f->name;
     }
     d->unused = d->own->unused;
+    if (n == 1)
+        snprintf(d->passed_over, sizeof d->passed_over, "passed over: %s, whose elements are not read (%s)",
+                 cg_shown(unread->name).text, cg_shown(unread->unread->dtype).text);
+    else if (n)
+        snprintf(d->passed_over, sizeof d->passed_over,
+                 "passed over: %d tensors whose elements are not read, the first is %s (%s)", n,
+                 cg_shown(unread->name).text, cg_shown(unread->unread->dtype).text);
 }
 
 /* ---- elements ---- */
@@ -299,18 +312,19 @@ static void convert(cg_dtype dtype, const void *data, int64_t from, int64_t n, d
     case CG_I32:
         for (int64_t i = 0; i < n; i++) out[i] = ((const int32_t *)data)[from + i];
         return;
-    case CG_I64:
-        for (int64_t i = 0; i < n; i++) out[i] = (double)((const int64_t *)data)[from + i];
-        return;
     default:
-        for (int64_t i = 0; i < n; i++) out[i] = ((const uint8_t *)data)[from + i];
+        for (int64_t i = 0; i < n; i++) out[i] = cg_dtype_get(dtype, data, from + i);
     }
 }
 
+/* A u64 that no index can be reads as INT64_MAX, which none can be either. */
 static int64_t integer(const cg_dump_array *a, int64_t i) {
     return a->dtype == CG_I64   ? ((const int64_t *)a->data)[i]
            : a->dtype == CG_I32 ? ((const int32_t *)a->data)[i]
-                                : ((const uint8_t *)a->data)[i];
+                                : cg_dtype_whole(a->dtype, a->data, i);
+}
+static cg_whole_text integer_text(const cg_dump_array *a, int64_t i) {
+    return cg_dtype_whole_text(a->dtype, a->data, i);
 }
 
 double cg_dtype_rounding(cg_dtype dtype) {
@@ -396,7 +410,7 @@ enum { KINDS = sizeof kinds / sizeof *kinds };
 
 cg_dtype cg_dump_holds(const cg_dump *d, cg_dump_id id) {
     const cg_dump_array *a = &d->array[id];
-    if (!a->name || a->dtype == CG_I32 || a->dtype == CG_I64 || a->dtype == CG_U8) return a->dtype;
+    if (!a->name || a->dtype == CG_BOOL || cg_dtype_is_whole(a->dtype)) return a->dtype;
     const int64_t n = cg_shape_count(&a->shape);
     bool fits[KINDS] = {true, true, true}, says = false;
     int first = 0, stored = 0; /* the first kind that fits so far; what is stored fits */
@@ -472,7 +486,11 @@ static const char *word_of(cg_dump *d, const char *key, char *text, size_t bytes
         return "the metadata";
     }
     found *f = find_alias(d, key);
-    if (f && cg_shape_count(&f->tensor->shape) == 1 && !f->used) {
+    if (f && f->unread && cg_shape_count(&f->unread->shape) == 1) { /* then no number, and refused as none */
+        snprintf(text, bytes, "elements %s", cg_shown(f->unread->dtype).text);
+        return f->file;
+    }
+    if (f && f->tensor && cg_shape_count(&f->tensor->shape) == 1 && !f->used) {
         double x;
         convert(f->tensor->dtype, f->tensor->data, 0, 1, &x);
         f->used = true;
@@ -706,11 +724,18 @@ static bool find_heads(const cg_dump_array *a, const cg_dump_array *keys, int64_
     return merged;
 }
 
-static bool expect_kind(const cg_dump_array *a, bool integers, cg_error *error) {
-    const bool is = a->dtype == CG_I32 || a->dtype == CG_I64 || a->dtype == CG_U8;
-    if (!a->name || is == integers) return true;
-    return cg_fail(error, CG_BAD_INPUT, "%s: %s has elements %s, expected %s", a->file, cg_shown(a->name).text,
-                   cg_dtype_name(a->dtype), integers ? "i32 or i64" : "f32, f64, bf16 or f16");
+static bool expect_kind(cg_dump *d, cg_dump_id id, bool integers, cg_error *error) {
+    const cg_dump_array *a = &d->array[id];
+    const bool mask = id == CG_DUMP_VALID_ROWS, whole = cg_dtype_is_whole(a->dtype),
+               real = cg_dtype_is_real(a->dtype) || a->dtype == CG_F16;
+    if (!a->name || (integers ? whole || (mask && a->dtype == CG_BOOL) : real)) return true;
+    const cg_entry *unread = a->dtype == CG_DTYPES ? find_exact(d, a->name)->unread : NULL;
+    return cg_fail(error, CG_BAD_INPUT, "%s: %s has elements %s, expected %s%s%s", a->file,
+                   cg_shown(a->name).text, unread ? cg_shown(unread->dtype).text : cg_dtype_name(a->dtype),
+                   !integers ? "f32, f64, bf16 or f16"
+                   : mask    ? "truth values or whole numbers of 8 to 64 bits"
+                             : "whole numbers of 8 to 64 bits",
+                   unread && unread->advice ? ": " : "", unread && unread->advice ? unread->advice : "");
 }
 
 static bool place_arrays(cg_dump *d, cg_error *error) {
@@ -719,7 +744,7 @@ static bool place_arrays(cg_dump *d, cg_error *error) {
     for (int id = 0; id < CG_DUMP_ARRAYS; id++) {
         bool whole = false;
         for (int i = 0; i < 6; i++) whole |= (cg_dump_id)id == integers[i];
-        if (!expect_kind(&d->array[id], whole, error)) return false;
+        if (!expect_kind(d, (cg_dump_id)id, whole, error)) return false;
     }
     const cg_dump_array *query = &d->array[CG_DUMP_QUERY], *index = &d->array[CG_DUMP_Q_INDEXER];
     const cg_dump_array *kv = &d->array[CG_DUMP_KV], *sink = &d->array[CG_DUMP_SINK],
@@ -836,15 +861,15 @@ static bool read_offsets(const cg_dump *d, cg_dump_id id, int64_t n, int64_t mos
     for (int64_t i = 0; i < n; i++) {
         out[i] = integer(a, i);
         if (i == 0 && out[0] != 0)
-            return cg_fail(error, CG_BAD_INPUT, "%s: %s[0] is %lld, expected 0", a->file,
-                           cg_shown(a->name).text, (long long)out[0]);
+            return cg_fail(error, CG_BAD_INPUT, "%s: %s[0] is %s, expected 0", a->file, cg_shown(a->name).text,
+                           integer_text(a, 0).text);
         if (i > 0 && out[i] < out[i - 1])
             return cg_fail(error, CG_BAD_INPUT,
                            "%s: %s[%lld] is %lld, expected at least %lld, the entry before", a->file,
                            cg_shown(a->name).text, (long long)i, (long long)out[i], (long long)out[i - 1]);
         if (out[i] > most)
-            return cg_fail(error, CG_BAD_INPUT, "%s: %s[%lld] is %lld, but there are %lld rows", a->file,
-                           cg_shown(a->name).text, (long long)i, (long long)out[i], (long long)most);
+            return cg_fail(error, CG_BAD_INPUT, "%s: %s[%lld] is %s, but there are %lld rows", a->file,
+                           cg_shown(a->name).text, (long long)i, integer_text(a, i).text, (long long)most);
     }
     return true;
 }
@@ -1073,7 +1098,7 @@ static bool refuse_lists(const cg_dump *d, cg_error *error) {
         const cg_dump_array *a = &d->array[list_ids[i]];
         for (int64_t t = 0; a->name && t < d->T; t++)
             for (int64_t k = 0; cg_dump_is_real(d, t) && k < a->width; k++) {
-                const int64_t x = integer(a, place_of(d, a, t) + k), s = d->segment[t],
+                const int64_t at = place_of(d, a, t) + k, x = integer(a, at), s = d->segment[t],
                               first = d->index == CG_INDEX_GLOBAL ? d->first_key[s] : 0;
                 if (x == -1 || key_of(d, s, x) >= 0) continue;
                 char range[64] = "";
@@ -1081,9 +1106,9 @@ static bool refuse_lists(const cg_dump *d, cg_error *error) {
                     snprintf(range, sizeof range, " or %lld to %lld", (long long)first,
                              (long long)(first + d->n_keys[s] - 1));
                 return cg_fail(error, CG_BAD_INPUT,
-                               "%s: %s of segment %lld, position %lld, slot %lld is %lld, expected -1%s%s",
+                               "%s: %s of segment %lld, position %lld, slot %lld is %s, expected -1%s%s",
                                a->file, cg_shown(a->name).text, (long long)s, (long long)(t - d->start[s]),
-                               (long long)k, (long long)x, range,
+                               (long long)k, integer_text(a, at).text, range,
                                explained ? " (all lists fit where running sums of real lengths are taken for "
                                            "the offsets of physical rows)"
                                          : "");

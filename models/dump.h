@@ -81,6 +81,7 @@ typedef struct cg_dump {
     bool has_claim;
     const char *const *unused; /* names that stand for nothing known */
     int n_unused;
+    char passed_over[800]; /* a sentence of those whose elements are not read; "" when all are */
     struct cg_dump_private *own;
 } cg_dump;
 
@@ -108,7 +109,10 @@ typedef struct cg_dump_options {
  *
  * Entries of a real row's list are -1, which stands for none, or keys of the segment, visible or not; lists may
  * be wider than topk or narrower. Rows of padding may hold anything, in lists too. Facts that contradict are
- * refused: a mask of rows beside other offsets, offsets that are swapped. */
+ * refused: a mask of rows beside other offsets, offsets that are swapped.
+ *
+ * Lists, offsets and masks may have whole numbers of any size, masks truth values too. A tensor whose elements are
+ * not read (core/safetensors.h) is refused where it has one of the names above, and passed over where it has none. */
 cg_dump *cg_dump_open(const cg_dump_options *options, cg_error *error);
 void cg_dump_close(cg_dump *dump); /* NULL is fine */
 

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "core/shown.h"
 #include "core/vec.h"
 
 const double judge_rounding[JUDGE_LEVELS] = {0x1p-53, 0x1p-24, 0x1p-11, 0x1p-9};
@@ -320,6 +321,7 @@ bool judge_open(judge *j, const cg_dump *d, const cg_verdict_options *o, cg_verd
     j->scale = d->scale;
     j->weights_factor = 1;
     j->ceiling = JUDGE_BF16;
+    if (d->passed_over[0]) judge_note(j, "%s", d->passed_over);
     find_levels(j);
     j->has_logits = cg_dump_has(d, CG_DUMP_QUERY) && cg_dump_has(d, CG_DUMP_COMPRESSED_KV);
     j->has_window = cg_dump_has(d, CG_DUMP_KV) && cg_dump_has(d, CG_DUMP_QUERY);
@@ -609,7 +611,9 @@ void judge_note(judge *j, const char *format, ...) {
     if (j->v->n_notes == CG_NOTES) return;
     va_list args;
     va_start(args, format);
-    vsnprintf(j->v->notes[j->v->n_notes++], sizeof j->v->notes[0], format, args);
+    char *note = j->v->notes[j->v->n_notes++];
+    const size_t room = sizeof j->v->notes[0];
+    if (vsnprintf(note, room, format, args) >= (int)room) cg_shown_trim(note);
     va_end(args);
 }
 

@@ -97,7 +97,7 @@ static bool check_whole(const char *path, const recording *r, const char *texts[
     bool complete = want != NULL;
     for (int k = 0; k < N_KEYS; k++) complete &= (texts[k] = cg_safetensors_metadata(r->file, keys[k])) != NULL;
     const cg_tensor *topk = cg_safetensors_find(r->file, "topk");
-    if (!complete || strcmp(texts[FORMAT], format_name) || !topk || cg_safetensors_count(r->file) != 1)
+    if (!complete || strcmp(texts[FORMAT], format_name) || !topk || cg_safetensors_n_entries(r->file) != 1)
         return cg_fail(error, CG_BAD_INPUT,
                        "%s is not a recording of selections (of format \"%s\", with one tensor topk)",
                        cg_shown_path(path).text, format_name);

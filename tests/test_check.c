@@ -477,7 +477,7 @@ START_TEST(bad_values_are_refused) {
         {"in.weights", CG_DIMS(48, 7), CG_F32, "in.weights has shape [48, 7], expected"},
         {"in.kv", CG_DIMS(47, 16), CG_F32, "in.kv has shape [47, 16], expected"},
         {"in.k_indexer", CG_DIMS(11, 16), CG_F32, "in.compressed_kv has shape"},
-        {"out.topk", CG_DIMS(48, 3), CG_F32, "has elements f32, expected i32 or i64"},
+        {"out.topk", CG_DIMS(48, 3), CG_F32, "has elements f32, expected whole numbers of 8 to 64 bits"},
         {"in.query", CG_DIMS(48, 4, 16), CG_I32, "has elements i32, expected f32, f64, bf16 or f16"},
         {"out.target", CG_DIMS(48, 11), CG_F32, "has 11 columns, expected 12"},
         {"in.query", CG_DIMS(48, 60), CG_F32, "expected 3 sizes (packed) or 4"},

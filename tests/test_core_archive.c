@@ -302,8 +302,9 @@ START_TEST(npy_dtypes) {
     static const struct {
         const char *name;
         cg_dtype dtype;
-    } good[] = {{"f4", CG_F32}, {"f8", CG_F64}, {"f2", CG_F16}, {"i4", CG_I32},
-                {"i8", CG_I64}, {"u1", CG_U8},  {"b1", CG_U8}};
+    } good[] = {{"f4", CG_F32}, {"f8", CG_F64}, {"f2", CG_F16},  {"i4", CG_I32},
+                {"i8", CG_I64}, {"u1", CG_U8},  {"b1", CG_BOOL}, {"i1", CG_I8},
+                {"i2", CG_I16}, {"u2", CG_U16}, {"u4", CG_U32},  {"u8", CG_U64}};
     static const unsigned char data[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (size_t i = 0; i < sizeof good / sizeof good[0]; i++) {
         char header[100];
@@ -326,24 +327,65 @@ START_TEST(npy_dtypes) {
     expect_npy(1, DICT("'>f4'", "False", "(2,)"), 0, "\x3f\x80\0\0\x40\0\0\0", 8, CG_F32, CG_SHAPE(2),
                (float[]){1, 2});
 
-    static const char *const bad[] = {"<u2", "<u4",    "<u8", "|i1", "<i2", "<c8", "<f16", "<U3",
-                                      "|S4", "<M8[s]", "f4",  "=f4", "",    "<",   "<f",   "<f44"};
+    static const char *const bad[] = {"<x2", "|i2", "f4",   "=f4",   "",     "<",   "<f",
+                                      "<i",  "|c8", "<c8x", "<U3[]", "<f4 ", "|O8", "<M"};
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         char header[100], words[100];
         snprintf(header, sizeof header, DICT("'%s'", "False", "(2,)"), bad[i]);
-        snprintf(words, sizeof words, "has dtype '%s', these are supported: f4 f8 f2 i4 i8 u1 b1", bad[i]);
+        snprintf(words, sizeof words, "has dtype '%s', these are read: f4 f8 f2, i1 to i8, u1 to u8, b1",
+                 bad[i]);
         put_npy(header, 16);
         expect_refused(words);
     }
-    put_npy(DICT("'|O'", "False", "(2,)"), 16); /* S43 (g) */
-    expect_refused("holds Python objects (dtype '|O')");
-    put_npy(DICT("'|V2'", "False", "(2,)"), 4);
-    expect_refused(
-        "if this is bfloat16, which npy has no name for, save it as float32 or in a safetensors file");
-    put_npy(DICT("'<V2'", "False", "(2,)"), 4);
-    expect_refused("bfloat16");
-    put_npy(DICT("[('a', '<f4')]", "False", "(2,)"), 8);
-    expect_refused("has a structured dtype");
+}
+END_TEST
+
+/* Elements that have no place here are listed, with their bytes, and are no tensors. */
+START_TEST(npy_unread) {
+    static const struct {
+        const char *descr, *word, *advice;
+        size_t bytes; /* of two elements; 0: the header does not say */
+    } good[] = {{"'<c8'", "<c8", NULL, 16},
+                {"'>c16'", ">c16", NULL, 32},
+                {"'<f16'", "<f16", NULL, 32},
+                {"'<U3'", "<U3", NULL, 24},
+                {"'|S4'", "|S4", NULL, 8},
+                {"'<M8[s]'", "<M8[s]", NULL, 16},
+                {"'|V2'", "|V2", "if this is bfloat16, which npy has no name for, save it as float32", 4},
+                {"'<V2'", "<V2", "bfloat16", 4},
+                {"'|O'", "|O", "Python objects", 0},
+                {"[('a]', '<f4'), ('b', '<i4', (2,))]", "[('a]', '<f4'), ('b', '<i4', (2,))]", "one by one", 0},
+                {NULL, NULL, NULL, 0}};
+    choose_path("unread.npy");
+    char name[sizeof path];
+    snprintf(name, sizeof name, "%s", strrchr(path, '/') + 1);
+    *strrchr(name, '.') = 0;
+    for (size_t i = 0; good[i].word; i++) {
+        char header[200];
+        snprintf(header, sizeof header, DICT("%s", "True", "(1, 2)"), good[i].descr);
+        put_npy(header, good[i].bytes ? good[i].bytes : 7);
+        cg_archive *file = open_good();
+        ck_assert_int_eq(cg_archive_count(file), 0);
+        ck_assert_int_eq(cg_archive_n_entries(file), 1);
+        const cg_entry *e = cg_archive_entry(file, 0);
+        ck_assert_str_eq(e->name, name);
+        ck_assert_str_eq(e->dtype, good[i].word);
+        ck_assert_int_eq(e->bytes, (int64_t)(good[i].bytes ? good[i].bytes : 7));
+        ck_assert(cg_shape_equal(&e->shape, &CG_SHAPE(1, 2)));
+        ck_assert(!good[i].advice == !e->advice);
+        if (e->advice) ck_assert_ptr_nonnull(strstr(e->advice, good[i].advice));
+        ck_assert_ptr_eq(cg_archive_unread(file, name), e);
+        cg_archive_close(file);
+        if (!good[i].bytes) continue;
+        put_npy(header, good[i].bytes + 1);
+        expect_refused("bytes, but");
+    }
+    put_npy(DICT("[('a', '<f4'", "False", "(2,)"), 8);
+    expect_refused("expected ']' behind the fields of a dtype");
+    put_npy(DICT("'<U1152921504606846976'", "False", "(2,)"), 8);
+    expect_refused("has dtype '<U1152921504606846976'");
+    put_npy(DICT("'<U200000000'", "False", "(2000000000000,)"), 8);
+    expect_refused("the bytes of shape [2000000000000] of <U200000000 do not fit 64 bits");
 }
 END_TEST
 
@@ -638,7 +680,7 @@ START_TEST(npz_headers_disagree) {
     expect_patched(&zip, end + 8, 0xffffffff, 4, "claims 65535 members, its directory has 102 bytes");
     expect_patched(&zip, end + 12, 1, 4, "the directory of the zip archive claims 1 bytes");
     expect_patched(&zip, end + 16, 0xfffffff0, 4, "the directory of the zip archive claims");
-    expect_patched(&zip, end + 20, 1, 2, "claims a comment of 1 bytes");
+    expect_patched(&zip, end + 20, 1, 2, "claims a comment of 1 bytes, but 0 follow");
     expect_patched(&zip, end, 0, 4, "does not end with the end record");
     expect_patched(&zip, q + 30 + 5 + 128, 0x3f, 1, "member 'q.npy': its CRC is ");
     expect_patched(&zip, eq + 20, 0xffffffff, 4, "its zip64 field is missing");
@@ -646,7 +688,7 @@ START_TEST(npz_headers_disagree) {
     size_t n = zip.n;
     add(&zip, "x", 1);
     put_bytes(zip.data, zip.n);
-    expect_refused("does not end with the end record");
+    expect_refused("claims a comment of 0 bytes, but 1 follow its end record");
     zip.n = n;
     free(zip.data);
 
@@ -664,6 +706,68 @@ START_TEST(npz_headers_disagree) {
     expect_patched(&zip, w.entry[2] + 42, 0, 4,
                    "member 'k.npy': its local zip header has another name, 'q.npy'");
     free(zip.data);
+    free(npy.data);
+}
+END_TEST
+
+/* Stored, deflated, streamed and zip64 members before a comment, which may look like the end of another archive. */
+START_TEST(npz_comments) {
+    bytes npy = small_npy();
+    choose_path("comment.npz");
+    static const unsigned char none[22] = "PK\5\6"; /* a whole archive of nothing */
+    char *longest = malloc(70000);
+    memset(longest, 'c', 70000);
+    for (int form = 0; form < 8; form++) {
+        const member m[] = {{"q.npy", npy, .deflate = form & 1, .descriptor = form & 2, .zip64 = form & 4}};
+        places w;
+        bytes zip = zip_of(m, 1, &w);
+        const size_t end = w.end;
+        const struct {
+            const void *text;
+            size_t bytes, claim;
+            const char *refusal;
+        } comments[] = {
+            {"by hand", 7, 7, NULL},
+            {longest, 65535, 65535, NULL},
+            {longest, 65536, 65535, "does not end with the end record of a zip archive: is it cut?"},
+            {"by hand", 7, 6, "claims a comment of 6 bytes, but 7 follow its end record"},
+            {"PK\5\6 is no record", 19, 19, NULL},
+            {none, 22, 22, NULL}, /* reaches to the end, but its directory does not fit */
+        };
+        for (size_t i = form ? 3 : 0; i < sizeof comments / sizeof *comments; i++) {
+            bytes b = {0};
+            add(&b, zip.data, zip.n);
+            set_number(&b, end + 20, comments[i].claim, 2);
+            add(&b, comments[i].text, comments[i].bytes);
+            put_bytes(b.data, b.n);
+            free(b.data);
+            if (comments[i].refusal) {
+                expect_refused(comments[i].refusal);
+                continue;
+            }
+            cg_archive *file = open_good();
+            ck_assert_mem_eq(cg_archive_find(file, "q")->data, three, sizeof three);
+            cg_archive_close(file);
+        }
+        /* one that fits as well: the directory of nothing ends where it begins */
+        bytes twice = {0};
+        add(&twice, zip.data, zip.n);
+        set_number(&twice, end + 20, sizeof none, 2);
+        add(&twice, none, sizeof none);
+        set_number(&twice, end + 22 + 16, end + 22, 4);
+        put_bytes(twice.data, twice.n);
+        expect_refused("has 2 end records that fit, one in the comment of another");
+        free(twice.data);
+        /* bytes before the archive shift every place in it */
+        bytes shifted = {0};
+        add(&shifted, "#!", 2);
+        add(&shifted, zip.data, zip.n);
+        put_bytes(shifted.data, shifted.n);
+        expect_refused("is no file of tensors that is read here");
+        free(shifted.data);
+        free(zip.data);
+    }
+    free(longest);
     free(npy.data);
 }
 END_TEST
@@ -888,6 +992,7 @@ int main(void) {
     suite_add_tcase(suite, tcase);
     tcase_add_test(tcase, npy_headers_long_and_of_every_version);
     tcase_add_test(tcase, npy_dtypes);
+    tcase_add_test(tcase, npy_unread);
     tcase_add_test(tcase, npy_fortran_order);
     tcase_add_test(tcase, npy_bad_headers);
     tcase_add_test(tcase, npy_bad_starts);
@@ -897,6 +1002,7 @@ int main(void) {
     tcase_add_test(tcase, npz_bombs);
     tcase_add_test(tcase, npz_headers_disagree);
     tcase_add_test(tcase, npz_overlap);
+    tcase_add_test(tcase, npz_comments);
     tcase_add_test(tcase, npz_zip64_lies);
     tcase_add_test(tcase, npz_cut_and_damaged);
     tcase_add_test(tcase, files_of_numpy);

@@ -14,9 +14,11 @@ START_TEST(dtypes) {
         size_t bytes;
         bool real;
     } known[] = {
-        {CG_F32, "f32", 4, true},   {CG_F64, "f64", 8, true},  {CG_I32, "i32", 4, false},
-        {CG_BF16, "bf16", 2, true}, {CG_F16, "f16", 2, false}, {CG_I64, "i64", 8, false},
-        {CG_U8, "u8", 1, false},
+        {CG_F32, "f32", 4, true},   {CG_F64, "f64", 8, true},    {CG_I32, "i32", 4, false},
+        {CG_BF16, "bf16", 2, true}, {CG_F16, "f16", 2, false},   {CG_I64, "i64", 8, false},
+        {CG_U8, "u8", 1, false},    {CG_BOOL, "bool", 1, false}, {CG_I8, "i8", 1, false},
+        {CG_I16, "i16", 2, false},  {CG_U16, "u16", 2, false},   {CG_U32, "u32", 4, false},
+        {CG_U64, "u64", 8, false},
     };
     ck_assert_uint_eq(sizeof known / sizeof known[0], CG_DTYPES);
     for (int i = 0; i < CG_DTYPES; i++) {

@@ -3,6 +3,7 @@
 #include "tests/support.h"
 
 #include <stdint.h>
+#include <unistd.h>
 
 #include "models/dump.h"
 #include "models/verdict.h"
@@ -468,6 +469,124 @@ START_TEST(names_of_frameworks) {
 }
 END_TEST
 
+/* ---- kinds of elements ---- */
+
+static void put_whole(cg_dtype dtype, void *to, int64_t i, int64_t x) {
+    const size_t bytes = cg_dtype_bytes(dtype);
+    memcpy((char *)to + (size_t)i * bytes, &x, bytes); /* the low bytes come first */
+}
+
+/* Lists, offsets, lengths and masks in any kind of whole number say the same. */
+START_TEST(whole_numbers_of_any_kind) {
+    static const cg_dtype kinds[] = {CG_I8, CG_I16, CG_I32, CG_I64, CG_U8, CG_U16, CG_U32, CG_U64};
+    static const uint8_t mask[T] = {1, 1, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0};
+    static const int32_t keys[] = {0, 3, 5};
+    int32_t lists[T * K];
+    int64_t room[5][T * K], ratio;
+    for (int i = 0; i < 8; i++) {
+        const cg_dtype kind = kinds[i];
+        memory m = packed(lists);
+        m.n_meta = 0; /* the ratio comes from a tensor */
+        for (int k = 0; k < T * K; k++) put_whole(kind, room[0], k, k / K % 6 < 4 ? 0 : -1);
+        for (int b = 0; b < 3; b++) {
+            put_whole(kind, room[1], b, physical[b]);
+            put_whole(kind, room[2], b, real[b]);
+            put_whole(kind, room[3], b, keys[b]);
+        }
+        for (int t = 0; t < T; t++) put_whole(kind, room[4], t, mask[t]);
+        put_whole(kind, &ratio, 0, 2);
+        add(&m, "topk", kind, CG_SHAPE(T, K), room[0]);
+        add(&m, "cu_seqlens_q", kind, CG_SHAPE(3), room[1]);
+        add(&m, "cu_seqlens_q_real", kind, CG_SHAPE(3), room[2]);
+        add(&m, "cu_seqlens_compressed", kind, CG_SHAPE(3), room[3]);
+        add(&m, "query_valid_rows", kind, CG_SHAPE(T), room[4]);
+        add(&m, "ratio", kind, CG_SHAPE(1), &ratio);
+        cg_dump *d = opened(&m);
+        ck_assert(d->ratio == 2 && d->real[0] == 4 && d->real[1] == 3 && d->n_keys[0] == 3 &&
+                  d->n_keys[1] == 2);
+        expect_list(d, 0, 0, 0, 0);
+        expect_list(d, 8, 0, 0, 0);
+        cg_dump_close(d);
+    }
+    memory m = packed(lists); /* truth values: a mask alone */
+    add(&m, "query_valid_rows", CG_BOOL, CG_SHAPE(T), mask);
+    cg_dump *d = opened(&m);
+    ck_assert(d->real[0] == 4 && d->real[1] == 3);
+    cg_dump_close(d);
+    add(&m, "topk", CG_BOOL, CG_SHAPE(T, K), lists);
+    refused(&m, "memory: topk has elements bool, expected whole numbers of 8 to 64 bits");
+    m = packed(lists);
+    add(&m, "query_valid_rows", CG_F32, CG_SHAPE(T), query);
+    refused(&m, "query_valid_rows has elements f32, expected truth values or whole numbers of 8 to 64 bits");
+}
+END_TEST
+
+/* What is no index is refused with its place and all its digits, wherever an index is needed. */
+START_TEST(numbers_beyond_all_indexes) {
+    int32_t lists[T * K];
+    uint64_t wide[T * K], offsets[3] = {0, 6, 10};
+    memory m = packed(lists);
+    memset(wide, 0, sizeof wide);
+    for (int k = 0; k < K; k++) wide[4 * K + k] = UINT64_MAX; /* padding */
+    add(&m, "topk", CG_U64, CG_SHAPE(T, K), wide);
+    cg_dump_close(opened(&m));
+    wide[7 * K + 1] = UINT64_MAX;
+    refused(&m, "topk of segment 1, position 1, slot 1 is 18446744073709551615, expected -1 or 0 to 1");
+    wide[7 * K + 1] = (uint64_t)INT64_MAX + 1;
+    refused(&m, "topk of segment 1, position 1, slot 1 is 9223372036854775808, expected -1 or 0 to 1");
+    m = packed(lists);
+    add(&m, "cu_seqlens_q", CG_U64, CG_SHAPE(3), offsets);
+    offsets[2] = UINT64_MAX - 1;
+    refused(&m, "cu_seqlens_q[2] is 18446744073709551614, but there are 12 rows");
+    offsets[0] = UINT64_MAX;
+    refused(&m, "cu_seqlens_q[0] is 18446744073709551615, expected 0");
+}
+END_TEST
+
+/* A file with elements that are not read: passed over with one note, and refused where the check needs them. */
+START_TEST(unread_elements) {
+    static const char head[] = "{\"__metadata__\":{\"ratio\":\"2\"},\"query\":{\"dtype\":\"F32\",\"shape\":[2,"
+                               "1,1],\"data_offsets\":[0,8]},"
+                               "\"%s\":{\"dtype\":\"F8_E4M3\",\"shape\":[1,1],\"data_offsets\":[8,9]},"
+                               "\"other\":{\"dtype\":\"%s\",\"shape\":[3],\"data_offsets\":[9,12]}}";
+    static const struct {
+        const char *name, *other, *note, *refusal;
+    } cases[] = {
+        {"codes", "U8", "passed over: codes, whose elements are not read (F8_E4M3)", NULL},
+        {"codes", "X1", "passed over: 2 tensors whose elements are not read, the first is codes (F8_E4M3)",
+         NULL},
+        {"compressed_kv", "U8", NULL, ": compressed_kv has elements F8_E4M3, expected f32, f64, bf16 or f16"},
+        {"topk", "U8", NULL, ": topk has elements F8_E4M3, expected whole numbers of 8 to 64 bits"},
+        {"window", "U8", NULL, "expected an integer from 1, got \"elements F8_E4M3\""},
+    };
+    char path[] = "/tmp/csagrad_unread_XXXXXX";
+    int fd = mkstemp(path);
+    ck_assert_int_ge(fd, 0);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char text[600];
+        uint64_t n = (uint64_t)snprintf(text, sizeof text, head, cases[i].name, cases[i].other);
+        ck_assert(!ftruncate(fd, 0) && pwrite(fd, &n, 8, 0) == 8 && pwrite(fd, text, n, 8) == (ssize_t)n &&
+                  !ftruncate(fd, (off_t)(8 + n + 12)));
+        cg_error error = {0};
+        const cg_dump_options from = {.paths = (const char *const[]){path}, .n_paths = 1};
+        cg_dump *d = cg_dump_open(&from, &error);
+        ck_assert_msg(!d == !cases[i].note, "%s", error.text);
+        if (d)
+            ck_assert_str_eq(d->passed_over, cases[i].note);
+        else
+            ck_assert_msg(strstr(error.text, cases[i].refusal) != NULL, "%s", error.text);
+        if (d) {
+            cg_verdict *v = cg_verdict_make(d, &(cg_verdict_options){0}, &error);
+            ck_assert_str_eq(v->notes[0], cases[i].note);
+            free(v);
+        }
+        cg_dump_close(d);
+    }
+    close(fd);
+    unlink(path);
+}
+END_TEST
+
 /* ---- in memory ---- */
 
 START_TEST(memory_is_as_good_as_a_file) {
@@ -631,7 +750,10 @@ START_TEST(numbers_tell_their_type) {
 END_TEST
 
 int main(void) {
-    const TTest *const tests[] = {lists_of_padding_may_hold_anything,
+    const TTest *const tests[] = {whole_numbers_of_any_kind,
+                                  numbers_beyond_all_indexes,
+                                  unread_elements,
+                                  lists_of_padding_may_hold_anything,
                                   lists_of_real_rows_are_checked,
                                   a_refusal_names_misread_offsets,
                                   lists_have_any_width,

@@ -430,6 +430,30 @@ START_TEST(note_about_selection) {
 }
 END_TEST
 
+/* One note, at most, where the cosine and the run end far apart. */
+START_TEST(note_about_decay) {
+    static const struct {
+        const char *settings, *words;
+    } list[] = {
+        {"decay_steps=4", NULL},
+        {"decay_steps=1", NULL},
+        {"decay_steps=5", "note: the run ends at step 2 with "},
+        {"decay_steps=5 --set min_lr_ratio=1", NULL},
+        {"decay_steps=5 --set learning_rate=0", NULL},
+        {"decay_steps=1 --steps 3", "note: the learning rate is at its lowest, 0.1 of the peak, from step 1 "}};
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        char *out =
+            good(TINY RECALL "--steps 2 --set min_lr_ratio=0.1 --set warmup_steps=0 --set %s --out decay%zu",
+                 list[i].settings, i);
+        const char *note = strstr(out, "(--set decay_steps=");
+        ck_assert_msg(!note == !list[i].words, "%s: %s", list[i].settings, out);
+        if (note)
+            ck_assert_msg(strstr(out, list[i].words) && !strstr(note + 1, "(--set decay_steps="), "%s", out);
+        free(out);
+    }
+}
+END_TEST
+
 /* ---- stop and go on ---- */
 
 /* 20 steps on all threads; 10, then 10 more on one thread. The warm-up ends between, at, or after the stop; the
@@ -1214,6 +1238,7 @@ int main(void) {
                                   table_of_recall,
                                   json_prints_the_log,
                                   note_about_selection,
+                                  note_about_decay,
                                   stop_and_resume,
                                   stopped_by_signals,
                                   killed,

@@ -3,8 +3,10 @@
  *     csagrad info
  *     csagrad info dump.npz
  *     csagrad info checkpoint.safetensors --json
- *     csagrad info lengths.npy --values 8 */
-#include "tools/csagrad.h"
+ *     csagrad info lengths.npy --values 8
+ *     csagrad info model.safetensors.index.json
+ *     csagrad info checkpoint/ */
+#include "tools/info.h"
 
 #include <inttypes.h>
 #include <jansson.h>
@@ -12,21 +14,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "core/archive.h"
 #include "core/isa.h"
 #include "core/shown.h"
 #include "tools/json_number.h"
+#include "tools/csagrad.h"
 #include "tools/options.h"
-#include "tools/table.h"
 
 enum { VALUES = TOOL_OWN_KEYS };
-
-typedef struct info {
-    const char *path;
-    bool json;
-    const char *values_text;
-    int64_t values;
-} info;
 
 static error_t parse(int key, char *arg, struct argp_state *state) {
     info *in = state->input;
@@ -61,12 +55,13 @@ static const struct argp_option options[] = {
 static const struct argp argp = {
     options,
     parse,
-    "[FILE]",
+    "[FILE|FOLDER]",
     "Without a file: say which of the kernels that this processor can run do run (the environment variable "
     "CSAGRAD_ISA chooses among avx512, avx2 and portable; by default the first that can). Check a file of "
-    "tensors (safetensors, npy or npz, told by its content) as a whole and list what it holds: "
-    "names, "
-    "dtypes, shapes, sizes in bytes and metadata. Exit code 2 and one sentence when it is damaged.",
+    "tensors (safetensors, npy or npz, told by its content) as a whole and list what it holds: names, "
+    "dtypes, shapes, sizes in bytes and metadata. An index of shards (model.safetensors.index.json) is held "
+    "against its shards; of a folder, its index, or else all its files. Exit code 2 and one sentence when "
+    "something is damaged, missing or contradicts.",
     NULL,
     NULL,
     NULL};
@@ -76,81 +71,97 @@ static int64_t shown_values(const info *in, const cg_tensor *t) {
     return n < in->values ? n : in->values;
 }
 
-static bool is_real(cg_dtype dtype) {
-    return dtype == CG_F32 || dtype == CG_F64 || dtype == CG_BF16 || dtype == CG_F16;
+static bool is_whole(cg_dtype dtype) { return dtype == CG_BOOL || cg_dtype_is_whole(dtype); }
+
+static json_t *whole_json(const cg_tensor *t, int64_t i) {
+    if (t->dtype == CG_BOOL) return json_boolean(cg_dtype_whole(t->dtype, t->data, i));
+    int64_t x = cg_dtype_whole(t->dtype, t->data, i);
+    return t->dtype != CG_U64 || x < INT64_MAX ? json_integer(x)
+                                               : json_string(cg_dtype_whole_text(t->dtype, t->data, i).text);
 }
 
 static json_t *values_json(const info *in, const cg_tensor *t) {
     json_t *list = json_array();
-    for (int64_t i = 0; i < shown_values(in, t); i++) {
-        double x = cg_dtype_get(t->dtype, t->data, i);
-        bool wide = t->dtype == CG_I64; /* not all of them fit a double */
-        json_array_append_new(list, is_real(t->dtype)
-                                        ? json_number(x)
-                                        : json_integer(wide ? ((const int64_t *)t->data)[i] : (json_int_t)x));
-    }
+    for (int64_t i = 0; i < shown_values(in, t); i++)
+        json_array_append_new(list, is_whole(t->dtype) ? whole_json(t, i)
+                                                       : json_number(cg_dtype_get(t->dtype, t->data, i)));
     return list;
 }
 
-static int print_json(const info *in, const cg_archive *file) {
+json_t *info_entry_json(const info *in, const cg_entry *e) {
+    json_t *shape = json_array();
+    for (int d = 0; d < e->shape.n_dims; d++) json_array_append_new(shape, json_integer(e->shape.dims[d]));
+    json_t *entry = json_pack("{s:s, s:s, s:o, s:I, s:b}", "name", e->name, "dtype", e->dtype, "shape", shape,
+                              "bytes", (json_int_t)e->bytes, "read", e->tensor != NULL);
+    if (in->values > 0 && e->tensor) json_object_set_new(entry, "values", values_json(in, e->tensor));
+    return entry;
+}
+
+/* {"format": ..., "tensors": [...], "metadata": {...}} */
+json_t *info_archive_json(const info *in, const cg_archive *file) {
     json_t *tensors = json_array(), *metadata = json_object();
-    for (int i = 0; i < cg_archive_count(file); i++) {
-        const cg_named_tensor *t = cg_archive_at(file, i);
-        json_t *shape = json_array();
-        for (int d = 0; d < t->tensor.shape.n_dims; d++)
-            json_array_append_new(shape, json_integer(t->tensor.shape.dims[d]));
-        json_t *entry =
-            json_pack("{s:s, s:s, s:o, s:I}", "name", t->name, "dtype", cg_dtype_name(t->tensor.dtype), "shape",
-                      shape, "bytes", (json_int_t)cg_tensor_bytes(t->tensor.dtype, &t->tensor.shape));
-        if (in->values > 0) json_object_set_new(entry, "values", values_json(in, &t->tensor));
-        json_array_append_new(tensors, entry);
-    }
+    for (int i = 0; i < cg_archive_n_entries(file); i++)
+        json_array_append_new(tensors, info_entry_json(in, cg_archive_entry(file, i)));
     void *at = NULL;
     const char *key, *value;
     while (cg_archive_metadata_next(file, &at, &key, &value))
         json_object_set_new(metadata, key, json_string(value));
-    json_t *root = json_pack("{s:s, s:o, s:o}", "format", cg_archive_format(file), "tensors", tensors,
-                             "metadata", metadata);
+    return json_pack("{s:s, s:o, s:o}", "format", cg_archive_format(file), "tensors", tensors, "metadata",
+                     metadata);
+}
+
+void info_print_json(json_t *root) {
     json_dumpf(root, stdout, JSON_INDENT(2));
     putchar('\n');
     json_decref(root);
-    return 0;
 }
 
-static void print_values(const info *in, const cg_named_tensor *t) {
-    int64_t n = shown_values(in, &t->tensor);
-    printf("%s:", cg_shown(t->name).text);
+void info_print_values(const info *in, const cg_entry *e) {
+    const cg_tensor *t = e->tensor;
+    if (!t) return;
+    int64_t n = shown_values(in, t);
+    printf("%s:", cg_shown(e->name).text);
     for (int64_t i = 0; i < n; i++) {
-        if (t->tensor.dtype == CG_I64)
-            printf(" %" PRId64, ((const int64_t *)t->tensor.data)[i]);
+        if (is_whole(t->dtype))
+            printf(" %s", cg_dtype_whole_text(t->dtype, t->data, i).text);
         else
-            printf(" %.9g", cg_dtype_get(t->tensor.dtype, t->tensor.data, i));
+            printf(" %.9g", cg_dtype_get(t->dtype, t->data, i));
     }
-    puts(n < cg_shape_count(&t->tensor.shape) ? " ..." : "");
+    puts(n < cg_shape_count(&t->shape) ? " ..." : "");
 }
 
-static int print_table(const info *in, const cg_archive *file) {
+void info_titles(table *t) {
     static const char *const titles[] = {"name", "dtype", "shape", "bytes"};
-    int n = cg_archive_count(file);
+    for (int c = 0; c < 4; c++) table_cell(t, "%s", titles[c]);
+}
+
+void info_entry_cells(table *t, const cg_entry *e) {
+    char shape[160];
+    table_cell(t, "%s", cg_shown(e->name).text);
+    table_cell(t, "%s", cg_shown(e->dtype).text);
+    table_cell(t, "%s", cg_shape_text(&e->shape, shape, sizeof shape));
+    table_cell(t, "%" PRId64, e->bytes);
+}
+
+void info_print_archive(const info *in, const cg_archive *file) {
+    int n = cg_archive_n_entries(file);
     printf("%s, %d tensor%s\n\n", cg_archive_format(file), n, n == 1 ? "" : "s");
     table *t = table_new("lllr");
-    for (int c = 0; c < 4; c++) table_cell(t, "%s", titles[c]);
-    for (int i = 0; i < n; i++) {
-        const cg_named_tensor *tensor = cg_archive_at(file, i);
-        char shape[160];
-        table_cell(t, "%s", cg_shown(tensor->name).text);
-        table_cell(t, "%s", cg_dtype_name(tensor->tensor.dtype));
-        table_cell(t, "%s", cg_shape_text(&tensor->tensor.shape, shape, sizeof shape));
-        table_cell(t, "%" PRId64, cg_tensor_bytes(tensor->tensor.dtype, &tensor->tensor.shape));
-    }
+    info_titles(t);
+    for (int i = 0; i < n; i++) info_entry_cells(t, cg_archive_entry(file, i));
     table_print(t);
+    for (int i = 0; i < n; i++) {
+        const cg_entry *e = cg_archive_entry(file, i);
+        if (e->advice)
+            printf("%s: elements %s are not read: %s\n", cg_shown(e->name).text, cg_shown(e->dtype).text,
+                   e->advice);
+    }
     if (in->values > 0) putchar('\n');
-    for (int i = 0; i < n && in->values > 0; i++) print_values(in, cg_archive_at(file, i));
+    for (int i = 0; i < n && in->values > 0; i++) info_print_values(in, cg_archive_entry(file, i));
     void *at = NULL;
     const char *key, *value;
     for (bool first = true; cg_archive_metadata_next(file, &at, &key, &value); first = false)
         printf("%s%s = %s\n", first ? "\nmetadata\n" : "", cg_shown(key).text, cg_shown(value).text);
-    return 0;
 }
 
 /* The paths that this processor has, the highest first, and the one in use. */
@@ -161,9 +172,7 @@ static int print_isas(const info *in) {
         if (cg_isa_exists((cg_isa)isa)) json_array_append_new(isas, json_string(cg_isa_name((cg_isa)isa)));
     if (in->json) {
         json_t *root = json_pack("{s:s, s:s, s:O}", "version", CSAGRAD_VERSION, "isa", used, "isas", isas);
-        json_dumpf(root, stdout, JSON_INDENT(2));
-        putchar('\n');
-        json_decref(root);
+        info_print_json(root);
     } else {
         printf("%s\nkernels: %s; this processor has", CSAGRAD_VERSION, used);
         for (size_t i = 0; i < json_array_size(isas); i++)
@@ -185,9 +194,13 @@ int csagrad_info(int argc, char **argv) {
         return tool_failed(argv[0], &error);
     }
     if (!in.path) return print_isas(&in);
+    if (info_is_folder(in.path) || info_is_index(in.path)) return info_shards(&in, argv[0]);
     cg_archive *file = cg_archive_open(in.path, &error);
     if (!file) return tool_failed(argv[0], &error);
-    int code = in.json ? print_json(&in, file) : print_table(&in, file);
+    if (in.json)
+        info_print_json(info_archive_json(&in, file));
+    else
+        info_print_archive(&in, file);
     cg_archive_close(file);
-    return code;
+    return CG_OK;
 }

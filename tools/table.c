@@ -1,11 +1,15 @@
-#define _GNU_SOURCE /* vasprintf */
+#define _GNU_SOURCE /* vasprintf, wcwidth, newlocale */
 #include "tools/table.h"
 
+#include "core/shown.h"
+
+#include <locale.h>
 #include <stdarg.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <wchar.h>
 
 struct table {
     const char *columns;
@@ -38,22 +42,39 @@ void table_cell(table *t, const char *format, ...) {
 
 static const char *text_of(const table *t, size_t i) { return i < t->n && t->cells[i] ? t->cells[i] : ""; }
 
-void table_print(table *t) {
-    if (!t) return;
-    size_t n_columns = strlen(t->columns), n_rows = (t->n + n_columns - 1) / n_columns;
-    size_t *width = calloc(n_columns, sizeof *width);
-    for (size_t i = 0; width && i < t->n; i++) {
-        size_t length = strlen(text_of(t, i));
-        if (length > width[i % n_columns]) width[i % n_columns] = length;
+/* Columns of a terminal that a text takes: a letter may take two, or none when it joins the one before. What is no
+ * UTF-8 counts one for each byte, as does every letter where the machine has no UTF-8 locale to ask. */
+static size_t columns_of(const char *text) {
+    size_t columns = 0, left = strlen(text);
+    while (left > 0) {
+        uint32_t letter = 0;
+        size_t n = cg_utf8_letter(text, left, &letter);
+        int width = n > 1 ? wcwidth((wchar_t)letter) : 1;
+        columns += width < 0 ? 1 : (size_t)width;
+        text += n ? n : 1;
+        left -= n ? n : 1;
     }
-    for (size_t r = 0; width && r < n_rows; r++) {
+    return columns;
+}
+
+static void put_blanks(size_t n) {
+    while (n--) putchar(' ');
+}
+
+static void print_rows(const table *t, size_t n_columns, size_t *width) {
+    size_t n_rows = (t->n + n_columns - 1) / n_columns;
+    for (size_t i = 0; i < t->n; i++) {
+        size_t columns = columns_of(text_of(t, i));
+        if (columns > width[i % n_columns]) width[i % n_columns] = columns;
+    }
+    for (size_t r = 0; r < n_rows; r++) {
         for (size_t c = 0; c < n_columns; c++) {
-            const char *text = text_of(t, r * n_columns + c), *gap = c ? "  " : "";
-            bool last = c + 1 == n_columns;
-            if (t->columns[c] == 'r')
-                printf("%s%*s", gap, (int)width[c], text);
-            else
-                printf("%s%-*s", gap, last ? 0 : (int)width[c], text);
+            const char *text = text_of(t, r * n_columns + c);
+            size_t blanks = width[c] - columns_of(text);
+            bool right = t->columns[c] == 'r', last = c + 1 == n_columns;
+            put_blanks((c ? 2 : 0) + (right ? blanks : 0));
+            fputs(text, stdout);
+            put_blanks(right || last ? 0 : blanks);
         }
         putchar('\n');
         if (r > 0) continue;
@@ -62,6 +83,16 @@ void table_print(table *t) {
         while (total--) putchar('-');
         putchar('\n');
     }
+}
+
+void table_print(table *t) {
+    if (!t) return;
+    size_t n_columns = strlen(t->columns), *width = calloc(n_columns, sizeof *width);
+    locale_t utf8 = newlocale(LC_CTYPE_MASK, "C.UTF-8", (locale_t)0),
+             before = utf8 ? uselocale(utf8) : (locale_t)0;
+    if (width) print_rows(t, n_columns, width);
+    if (utf8) uselocale(before);
+    if (utf8) freelocale(utf8);
     free(width);
     for (size_t i = 0; i < t->n; i++) free(t->cells[i]);
     free(t->cells);

@@ -570,6 +570,20 @@ static void print_notes(const run *r, const char *changes) {
                 r->started_step + 1, changes);
 }
 
+/* decay_steps does not follow steps, so that a run cut short and resumed is the same run: say where they are far apart. */
+static void print_decay(const cg_config *c) {
+    if (c->min_lr_ratio == 1 || c->learning_rate == 0) return;
+    if (c->steps < c->decay_steps / 2.0)
+        printf("note: the run ends at step %" PRId64
+               " with %.3g of the peak learning rate, the cosine ends at %" PRId64
+               " (--set decay_steps=%" PRId64 " ends it with the run)\n",
+               c->steps, cg_learning_rate(c, c->steps) / c->learning_rate, c->decay_steps, c->steps);
+    else if (c->decay_steps < c->steps / 2.0)
+        printf("note: the learning rate is at its lowest, %.3g of the peak, from step %" PRId64
+               " to the end at %" PRId64 " (--set decay_steps=%" PRId64 " ends the cosine with the run)\n",
+               c->min_lr_ratio, c->decay_steps, c->steps, c->steps);
+}
+
 static void print_head(const run *r) {
     const cg_feed_facts *facts = cg_feed_facts_of(r->feed);
     tool_print_model("csagrad train", r->config);
@@ -578,6 +592,7 @@ static void print_head(const run *r) {
         printf("data: %s, %" PRId64 " documents, %.1f MiB for training, %.1f MiB held out\n",
                cg_shown_path(facts->source).text, facts->documents, (double)facts->train_bytes / 1048576,
                (double)facts->held_out_bytes / 1048576);
+    print_decay(r->config);
     if (r->options->data && *facts->skipped) printf("note: passed over: %s\n", facts->skipped);
     if (facts->repeated_bytes)
         printf("note: %.1f KiB held out stand word for word in the training part too, in files that are there "
