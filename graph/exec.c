@@ -1,5 +1,6 @@
 #include "graph/exec.h"
 
+#include "core/process.h"
 #include "graph/widen.h"
 
 #include <math.h>
@@ -39,10 +40,6 @@ struct cg_exec {
     bool ran[CG_PASS_SETS];  /* by passes: a run launched all nodes */
     cg_recording *recordings[CG_PASS_SETS];
 };
-
-static int64_t machine_bytes(void) {
-    return (int64_t)sysconf(_SC_PHYS_PAGES) * (int64_t)sysconf(_SC_PAGE_SIZE);
-}
 
 static bool is_pinned(const cg_storage *storage) {
     return storage->kept || (storage->value && storage->value->leaf);
@@ -202,9 +199,6 @@ enum { HUGE_PAGE = 1 << 21 };
  * small page's address would be looked up. A last page that is not filled stays small, so the process's memory is that of
  * the plan. */
 static bool map_arena(cg_exec *exec, cg_error *error) {
-    if (exec->plan->peak_bytes > machine_bytes())
-        return cg_fail(error, CG_FAILED, "the step needs %lld bytes, this machine has %lld",
-                       (long long)exec->plan->peak_bytes, (long long)machine_bytes());
     const size_t page = (size_t)sysconf(_SC_PAGESIZE), bytes = (exec->arena_bytes / page + 1) * page;
     char *map = mmap(NULL, bytes + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (map == MAP_FAILED)
@@ -247,7 +241,15 @@ static bool originals_are_kept(const cg_plan *plan, cg_error *error) {
     return true;
 }
 
+bool cg_exec_has_room(const cg_plan *plan, cg_error *error) {
+    const cg_memory_limit limit = cg_process_memory_limit("");
+    return plan->backend || plan->peak_bytes <= limit.bytes ||
+           cg_fail(error, CG_FAILED, "the step needs %lld bytes, %s %lld", (long long)plan->peak_bytes,
+                   limit.whose, (long long)limit.bytes);
+}
+
 cg_exec *cg_exec_new(const cg_plan *plan, const cg_exec_options *options, cg_error *error) {
+    if (!cg_exec_has_room(plan, error)) return NULL;
     cg_exec *exec = calloc(1, sizeof *exec);
     if (!exec) {
         cg_fail(error, CG_FAILED, "out of memory while an executor is made");

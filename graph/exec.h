@@ -19,8 +19,11 @@ typedef struct cg_exec_options {
                           launch their nodes in any case */
 } cg_exec_options;
 
-/* Reserve the arena. Refused when it is larger than the machine's memory. The plan must outlive the executor.
- * Leaves start as zeros. */
+/* False, with both numbers, for a plan of the CPU whose peak is above the machine's memory or a limit below that
+ * (core/process.h): such a step would be killed in its middle. */
+bool cg_exec_has_room(const cg_plan *plan, cg_error *error);
+
+/* Reserve the arena, where there is room for it. The plan must outlive the executor. Leaves start as zeros. */
 cg_exec *cg_exec_new(const cg_plan *plan, const cg_exec_options *options, cg_error *error);
 void cg_exec_free(cg_exec *exec);
 const cg_plan *cg_exec_plan(const cg_exec *exec);

@@ -194,12 +194,14 @@ static bool open_topk(cg_trainer *trainer, const cg_trainer_options *options, cg
                                                  options->checkpoint || options->record_anew, error)) != NULL;
 }
 
-/* In the step at hand, or in those behind the warm-up. */
-static bool has_clones(const cg_trainer *trainer, cg_error *error) {
-    if (trainer->step.n_clones || !trainer->warming) return trainer->step.n_clones > 0;
+/* Whether a run can go on behind the warm-up is known, and said, before it begins. `clones`: in steps of any phase. */
+static bool look_ahead(const cg_trainer *trainer, int *clones, cg_error *error) {
+    *clones = trainer->step.n_clones;
+    if (!trainer->warming || warmup_steps(&trainer->config) >= trainer->config.steps) return true;
     cg_step later;
     cg_step_options options = step_options(trainer, false);
-    bool ok = cg_step_build(&later, &trainer->config, &options, error) && later.n_clones;
+    bool ok = cg_step_build(&later, &trainer->config, &options, error) && cg_exec_has_room(later.plan, error);
+    if (ok) *clones += later.n_clones;
     cg_step_free(&later);
     return ok;
 }
@@ -208,8 +210,9 @@ static bool start(cg_trainer *trainer, const cg_trainer_options *options, cg_err
     const cg_config *c = &trainer->config;
     for (int64_t i = 0; i < c->accumulate; i++)
         if (!(trainer->batches[i] = cg_batch_new(trainer->feed, error))) return false;
-    if (!build_step(trainer, is_warming(trainer), error)) return false;
-    if (trainer->verifies && !has_clones(trainer, error))
+    int clones;
+    if (!build_step(trainer, is_warming(trainer), error) || !look_ahead(trainer, &clones, error)) return false;
+    if (trainer->verifies && !clones)
         return cg_fail(error, CG_BAD_INPUT, "there is no recompute to verify: policy %s computes nothing again",
                        c->policy);
     if (options->checkpoint && !load(trainer, options->checkpoint, error)) return false;
