@@ -117,7 +117,10 @@ build() {
     cache=$folder/CMakeCache.txt
     if [ -f "$cache" ]; then
         # A build folder that came along with a copied or moved checkout would be refused: start it anew.
-        grep -qxF "CMAKE_HOME_DIRECTORY:INTERNAL=$PWD" "$cache" || rm -rf "$cache" "$folder/CMakeFiles"
+        # So would one whose make or ninja is gone.
+        program=$(sed -n 's/^CMAKE_MAKE_PROGRAM:[A-Z]*=//p' "$cache")
+        grep -qxF "CMAKE_HOME_DIRECTORY:INTERNAL=$PWD" "$cache" && [ -x "$program" ] ||
+            rm -rf "$cache" "$folder/CMakeFiles"
     fi
     if [ ! -f "$cache" ] && have ninja; then
         set -- "$@" -G Ninja
