@@ -114,6 +114,33 @@ START_TEST(everything_is_summed) {
 }
 END_TEST
 
+/* Whole files, but not of the model at hand: the reader says what is too many, too few or another, and
+ * takes nothing. */
+START_TEST(tensors_must_be_those_of_the_model) {
+    cg_named_tensor t[3];
+    write_good(at("three"));
+    for (int n = 1; n <= 3; n++) {
+        float x[4] = {-1, -1, -1, -1}, y[4];
+        int32_t z[4];
+        list_tensors(t);
+        t[0].tensor.data = x, t[1].tensor.data = y, t[2].tensor.data = z;
+        cg_checkpoint_facts got = {.step = -1, .data = 42};
+        cg_error error = {0};
+        ck_assert_int_eq(cg_checkpoint_read(at("three"), t, n, &got, &error), n == 3);
+        if (n == 3) continue;
+        char part[64];
+        snprintf(part, sizeof part, "holds 3 tensors, expected %d", n);
+        ck_assert_msg(error.code == CG_BAD_INPUT && strstr(error.text, part), "%s", error.text);
+        ck_assert(x[0] == -1 && got.step == -1);
+    }
+    t[2].name = "layer.3.wq";
+    cg_checkpoint_facts got = {.data = 42};
+    cg_error error = {0};
+    ck_assert(!cg_checkpoint_read(at("three"), t, 3, &got, &error));
+    ck_assert_msg(strstr(error.text, "lacks layer.3.wq"), "%s", error.text);
+}
+END_TEST
+
 static uint64_t fnv(uint64_t hash, const void *data, size_t bytes) {
     for (const unsigned char *p = data, *end = p + bytes; p < end; p++) hash = (hash ^ *p) * 1099511628211u;
     return hash;
@@ -204,7 +231,8 @@ END_TEST
 
 int main(void) {
     if (!mkdtemp(folder)) return EXIT_FAILURE;
-    const TTest *const tests[] = {everything_is_summed, older_files_are_read, damaged_or_unreadable};
+    const TTest *const tests[] = {everything_is_summed, tensors_must_be_those_of_the_model,
+                                  older_files_are_read, damaged_or_unreadable};
     int failed = suite_run("checkpoint", tests, (int)(sizeof tests / sizeof *tests));
     char command[64];
     snprintf(command, sizeof command, "rm -r %s", folder);

@@ -423,6 +423,41 @@ START_TEST(a_clone_that_differs_is_caught) {
 }
 END_TEST
 
+static bool impure_twin_run(const cg_run_args *args) {
+    t_twin_run(args);
+    if (++n_calls == 2) ((double *)args->out[1].data)[5] += 1;
+    return true;
+}
+
+/* The first output is right, the second is not. */
+START_TEST(every_output_of_a_clone_is_compared) {
+    cg_op impure = t_twin;
+    impure.run[CG_F64][CG_PORTABLE] = impure_twin_run;
+    const cg_op *list[] = {&impure, &t_mul, &t_sum, &t_fill, &cg_op_scale};
+    cg_op_set ops = {list, 5, &cg_op_add, &cg_op_zeros};
+    net m = {.graph = cg_graph_new(&ops), .n = 1};
+    m.w[0] = t_leaf(m.graph, CG_LEAF_PARAMETER, "w", 6);
+    cg_value *y = T_APPLY_IN(m.graph, &impure, NULL, m.w[0]);
+    m.loss = T_APPLY_IN(m.graph, &t_sum, NULL, mul(m.graph, y, cg_output(y, 1)));
+    net_backward(&m);
+    int n_clones;
+    ck_assert(cg_recompute(m.graph, "twin", &n_clones));
+    ck_assert_int_eq(n_clones, 1);
+    cg_plan *plan = t_plan(m.graph, &(cg_plan_options){.keep_cloned_originals = true});
+    for (int separate = 0; separate < 2; separate++) {
+        cg_exec *exec = t_exec(plan, &(cg_exec_options){.verify_recompute = true, .separate = separate});
+        t_fill_leaves(m.graph, exec, 1);
+        cg_error error = {0};
+        n_calls = 0;
+        ck_assert(!cg_exec_run(exec, CG_ALL_PASSES, &error));
+        ck_assert_str_eq(error.text, "twin: the recomputed output z differs from the original at element 5");
+        cg_exec_free(exec);
+    }
+    cg_plan_free(plan);
+    cg_graph_free(m.graph);
+}
+END_TEST
+
 /* A leaf that changes between a node and its clone: refused; before the node, or after the clone: fine. */
 START_TEST(changed_leaves_are_seen) {
     for (int when = 0; when < 4; when++) {
@@ -536,5 +571,5 @@ END_TEST
 
 SUITE("graph_recompute", policies_that_are_refused, scope_patterns, no_choice_of_clones_changes_a_bit,
       in_place_chain_is_rebuilt_whole, layers_are_chained, saved_values_vanish, one_clone_per_group, peak_falls,
-      a_clone_that_differs_is_caught, changed_leaves_are_seen, outstanding_forwards,
-      side_results_are_recorded_once, policies_one_after_another)
+      a_clone_that_differs_is_caught, every_output_of_a_clone_is_compared, changed_leaves_are_seen,
+      outstanding_forwards, side_results_are_recorded_once, policies_one_after_another)

@@ -148,6 +148,23 @@ START_TEST(the_loss_alone) {
 }
 END_TEST
 
+/* Scores of every head, and their ReLU, which takes their place: one buffer of T Hi C numbers, not two.
+ * Apart from each other they are two. */
+START_TEST(a_reused_clone_is_counted_once) {
+    cg_workload w = one_layer("toy", CG_PART_INDEXER_LOSS, 256, "recompute");
+    const int64_t all = 256 * w.config.index_n_heads * (256 / CG_RATIO_CSA) * (int64_t)sizeof(float);
+    cg_measurement m = plan_of(&w);
+    ck_assert_int_eq(m.n_clones, 2);
+    ck_assert_int_eq(m.recomputed_bytes, all);
+    strcpy(w.config.policy, "relu");
+    m = plan_of(&w);
+    ck_assert_int_eq(m.n_clones, 1);
+    ck_assert_int_eq(m.recomputed_bytes, all);
+    strcpy(w.config.policy, "save");
+    ck_assert_int_eq(plan_of(&w).recomputed_bytes, 0);
+}
+END_TEST
+
 /* OpenMP's threads do not survive a fork: a measurement must work all the same, and twice. */
 START_TEST(behind_a_parallel_region) {
     cg_workload w = one_layer("toy", CG_PART_INDEXER_LOSS, 64, "stream");
@@ -419,6 +436,6 @@ START_TEST(a_run_that_is_killed) {
 END_TEST
 
 SUITE("model_measure", equal_segments, packed_rows_with_padding, budgets, the_loss_alone,
-      behind_a_parallel_region, the_process_grows_by_the_peak, paint_shows_the_peak,
-      scores_are_saved_once_per_layer, the_streamed_loss_needs_a_hundredth, sizes_beyond_the_machine,
-      what_a_step_holds, recompute_is_verified, bad_workloads, a_run_that_is_killed)
+      a_reused_clone_is_counted_once, behind_a_parallel_region, the_process_grows_by_the_peak,
+      paint_shows_the_peak, scores_are_saved_once_per_layer, the_streamed_loss_needs_a_hundredth,
+      sizes_beyond_the_machine, what_a_step_holds, recompute_is_verified, bad_workloads, a_run_that_is_killed)
