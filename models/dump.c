@@ -486,7 +486,8 @@ static const char *word_of(cg_dump *d, const char *key, char *text, size_t bytes
         return "the metadata";
     }
     found *f = find_alias(d, key);
-    if (f && f->unread && cg_shape_count(&f->unread->shape) == 1) { /* then no number, and refused as none */
+    if (f && !f->used && f->unread &&
+        cg_shape_count(&f->unread->shape) == 1) { /* then no number, and refused as none */
         snprintf(text, bytes, "elements %s", cg_shown(f->unread->dtype).text);
         return f->file;
     }
