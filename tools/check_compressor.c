@@ -53,9 +53,7 @@ static bool print_json(const cg_compressor_quantity *q, int n) {
     }
     json_t *root = json_pack("{s:b, s:{}, s:[], s:[], s:o}", "match", match, "contract", "undetermined",
                              "faults", "quantities", list);
-    json_dumpf(root, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(17));
-    putchar('\n');
-    json_decref(root);
+    json_print(root, JSON_INDENT(2) | JSON_REAL_PRECISION(17));
     return match;
 }
 

@@ -111,9 +111,7 @@ static int print_json(const info *in, const cg_archive *file) {
         json_object_set_new(metadata, key, json_string(value));
     json_t *root = json_pack("{s:s, s:o, s:o}", "format", cg_archive_format(file), "tensors", tensors,
                              "metadata", metadata);
-    json_dumpf(root, stdout, JSON_INDENT(2));
-    putchar('\n');
-    json_decref(root);
+    json_print(root, JSON_INDENT(2));
     return 0;
 }
 
@@ -161,9 +159,7 @@ static int print_isas(const info *in) {
         if (cg_isa_exists((cg_isa)isa)) json_array_append_new(isas, json_string(cg_isa_name((cg_isa)isa)));
     if (in->json) {
         json_t *root = json_pack("{s:s, s:s, s:O}", "version", CSAGRAD_VERSION, "isa", used, "isas", isas);
-        json_dumpf(root, stdout, JSON_INDENT(2));
-        putchar('\n');
-        json_decref(root);
+        json_print(root, JSON_INDENT(2));
     } else {
         printf("%s\nkernels: %s; this processor has", CSAGRAD_VERSION, used);
         for (size_t i = 0; i < json_array_size(isas); i++)

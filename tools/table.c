@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "tools/out_of_memory.h"
+
 struct table {
     const char *columns;
     char **cells;
@@ -14,39 +16,35 @@ struct table {
 };
 
 table *table_new(const char *columns) {
-    table *t = calloc(1, sizeof *t);
-    if (t) t->columns = columns;
+    table *t = tool_realloc(NULL, sizeof *t);
+    *t = (table){.columns = columns};
     return t;
 }
 
 void table_cell(table *t, const char *format, ...) {
-    if (!t) return;
     if (t->n == t->capacity) {
-        size_t capacity = t->capacity ? 2 * t->capacity : 64;
-        char **cells = realloc(t->cells, capacity * sizeof *cells);
-        if (!cells) return;
-        t->cells = cells;
-        t->capacity = capacity;
+        t->capacity = t->capacity ? 2 * t->capacity : 64;
+        t->cells = tool_realloc(t->cells, t->capacity * sizeof *t->cells);
     }
     va_list args;
     va_start(args, format);
     char *text = NULL;
-    if (vasprintf(&text, format, args) < 0) text = NULL;
+    if (vasprintf(&text, format, args) < 0) tool_out_of_memory();
     va_end(args);
     t->cells[t->n++] = text;
 }
 
-static const char *text_of(const table *t, size_t i) { return i < t->n && t->cells[i] ? t->cells[i] : ""; }
+static const char *text_of(const table *t, size_t i) { return i < t->n ? t->cells[i] : ""; }
 
 void table_print(table *t) {
-    if (!t) return;
     size_t n_columns = strlen(t->columns), n_rows = (t->n + n_columns - 1) / n_columns;
-    size_t *width = calloc(n_columns, sizeof *width);
-    for (size_t i = 0; width && i < t->n; i++) {
+    size_t *width = tool_realloc(NULL, n_columns * sizeof *width);
+    memset(width, 0, n_columns * sizeof *width);
+    for (size_t i = 0; i < t->n; i++) {
         size_t length = strlen(text_of(t, i));
         if (length > width[i % n_columns]) width[i % n_columns] = length;
     }
-    for (size_t r = 0; width && r < n_rows; r++) {
+    for (size_t r = 0; r < n_rows; r++) {
         for (size_t c = 0; c < n_columns; c++) {
             const char *text = text_of(t, r * n_columns + c), *gap = c ? "  " : "";
             bool last = c + 1 == n_columns;
