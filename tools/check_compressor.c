@@ -62,6 +62,11 @@ bool csagrad_check_compressor(const char *program, const char *path, const cg_ba
     cg_error error = {0}, unread = {0};
     cg_archive *archive =
         cg_archive_open(path, &unread); /* a file that cannot be read is the caller's to name */
+    if (!archive &&
+        unread.code == CG_FAILED) { /* the machine refuses: reading it again may give something else */
+        *code = tool_failed(program, &unread);
+        return true;
+    }
     if (!archive || !cg_compressor_groups(archive)) {
         cg_archive_close(archive);
         return false;
