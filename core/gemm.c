@@ -37,6 +37,8 @@
 #include <oneapi/dnnl/dnnl.h>
 #endif
 
+_Thread_local volatile sig_atomic_t cg_in_onednn;
+
 static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }
 static int64_t round_up(int64_t n, int64_t step) { return parts_of(n, step) * step; }
@@ -92,6 +94,9 @@ static dnnl_engine_t engine;
 
 static bool dnnl_fail(cg_error *error, const char *what, dnnl_status_t status, int64_t m, int64_t n,
                       int64_t k) {
+    if (status == dnnl_out_of_memory)
+        return cg_fail(error, CG_FAILED, "gemm: out of memory: oneDNN could not %s for m=%lld n=%lld k=%lld",
+                       what, (long long)m, (long long)n, (long long)k);
     return cg_fail(error, CG_FAILED, "gemm: oneDNN could not %s for m=%lld n=%lld k=%lld (status %d)", what,
                    (long long)m, (long long)n, (long long)k, (int)status);
 }
@@ -219,7 +224,9 @@ static kernel *kernel_get(cg_dtype dtype, bool trans_a, bool trans_b, int64_t m,
             kern->dtype = dtype, kern->trans_a = trans_a, kern->trans_b = trans_b;
             kern->m = m, kern->n = n, kern->k = k, kern->next = head;
             for (size_t i = 0; i < slots; i++) atomic_flag_clear(&kern->seats[i].busy);
+            cg_in_onednn = 1;
             status = compile(kern);
+            cg_in_onednn = 0;
         }
         if (status == dnnl_success) {
             atomic_store_explicit(bucket, kern, memory_order_release);
@@ -260,7 +267,9 @@ static bool kernel_run(kernel *kern, const void *a, const void *b, void *c, void
     seat *place = slot < cg_thread_slots() ? &kern->seats[slot] : &chair;
     if (atomic_flag_test_and_set_explicit(&place->busy, memory_order_acquire)) place = &chair;
     dnnl_status_t status = dnnl_success;
+    cg_in_onednn = 1;
     if (!place->scratch) status = seat_open(kern, place);
+    cg_in_onednn = 0; /* what computes allocates safely, and a fault in it may be one in our pointers */
     if (status == dnnl_success) status = dnnl_memory_set_data_handle(place->a, (void *)a);
     if (status == dnnl_success) status = dnnl_memory_set_data_handle(place->b, (void *)b);
     if (status == dnnl_success) status = dnnl_memory_set_data_handle(place->c, c);

@@ -7,6 +7,8 @@
 #ifndef CG_CORE_GEMM_H
 #define CG_CORE_GEMM_H
 
+#include <signal.h>
+
 #include "core/tensor.h"
 
 /* C[m,n] = op(A)[m,k] op(B)[k,n], or += when accumulate. Row-major; ld = distance of two rows as stored.
@@ -36,5 +38,9 @@ bool cg_gemm_run(const cg_gemm *gemm, const void *a, const void *b, void *c, voi
 size_t cg_gemm_serial_workspace(const cg_gemm *gemm);
 bool cg_gemm_serial(const cg_gemm *gemm, const void *a, const void *b, void *c, void *workspace,
                     cg_error *error);
+
+/* Not 0 while the thread has oneDNN make a kernel or a handle; 2.6 then writes to blocks that it was refused. For a signal
+ * handler that tells such a fault from others. */
+extern _Thread_local volatile sig_atomic_t cg_in_onednn;
 
 #endif

@@ -27,7 +27,10 @@ static bool own_product(const cg_gemm *gemm, const void *a, const void *b, void 
 #ifdef CG_HAVE_DNNL
 enum { PRODUCTS_F32 = 2 };
 static bool library_product(const void *a, const void *b, void *c) {
-    return dnnl_sgemm('N', 'N', EDGE, EDGE, EDGE, 1, a, EDGE, b, EDGE, 0, c, EDGE) == dnnl_success;
+    cg_in_onednn = 1; /* it makes its kernel in here */
+    bool ok = dnnl_sgemm('N', 'N', EDGE, EDGE, EDGE, 1, a, EDGE, b, EDGE, 0, c, EDGE) == dnnl_success;
+    cg_in_onednn = 0;
+    return ok;
 }
 #else
 enum { PRODUCTS_F32 = 1 };

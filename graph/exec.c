@@ -202,7 +202,7 @@ static bool map_arena(cg_exec *exec, cg_error *error) {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE), bytes = (exec->arena_bytes / page + 1) * page;
     char *map = mmap(NULL, bytes + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (map == MAP_FAILED)
-        return cg_fail(error, CG_FAILED, "the machine refuses %lld bytes for the step",
+        return cg_fail(error, CG_FAILED, "the machine refuses %lld bytes of memory for the step",
                        (long long)exec->plan->peak_bytes);
     const size_t before = -(uintptr_t)map % HUGE_PAGE;
     exec->arena = map + before;

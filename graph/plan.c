@@ -123,6 +123,9 @@ static bool find_workspace(cg_plan *plan, int t, size_t *bytes, cg_error *error)
     } else {
         *bytes = cg_node_workspace(node);
     }
+    if (*bytes == SIZE_MAX) /* of a product whose kernel could not be made */
+        return cg_fail(error, CG_FAILED, "%s%s%s: out of memory for a kernel", node->scope,
+                       node->scope[0] ? ": " : "", node->op->name);
     return *bytes <= INT64_MAX / 2 ||
            cg_fail(error, CG_BAD_INPUT, "%s%s%s: its workspace of %zu bytes does not fit a plan", node->scope,
                    node->scope[0] ? ": " : "", node->op->name, *bytes);

@@ -462,7 +462,7 @@ static void *child_thread(void *context) {
     child *c = context;
     c->report->ok = cg_threads_set(c->n_threads, &c->report->error) && run_child(c);
     c->report->done = true;
-    return NULL;
+    _exit(0); /* at once: what a thread's end would do asks for memory */
 }
 
 /* When memory runs out, the kernel shall end this process and no other. */
@@ -504,6 +504,10 @@ static bool run_in_child(child *c, cg_error *error) {
             error, CG_FAILED,
             "the run was killed, most likely as the machine has too little memory left for its %lld bytes",
             (long long)c->step->plan->peak_bytes);
+    if (WIFEXITED(status) && WEXITSTATUS(status) == CG_FAILED) /* without a report: it could not make one */
+        return cg_fail(error, CG_FAILED,
+                       "the run ended early, most likely as it ran out of memory beside its %lld bytes",
+                       (long long)c->step->plan->peak_bytes);
     return cg_fail(error, CG_FAILED, "the run ended early, by %s",
                    WIFSIGNALED(status) ? strsignal(WTERMSIG(status)) : "an exit");
 }

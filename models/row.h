@@ -65,7 +65,8 @@ enum { CG_ROW_ARRAYS = 32 };
 typedef struct cg_row_result {
     cg_row_array arrays[CG_ROW_ARRAYS];
     int n;
-    bool by_ops; /* the loss comes from the engine's ops, not from contract.h */
+    bool by_ops;    /* the loss comes from the engine's ops, not from contract.h */
+    bool lacks_one; /* of the arrays: memory ran out; cg_row_run fails then */
 } cg_row_result;
 
 /* On a backend; NULL: the CPU. */

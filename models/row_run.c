@@ -21,7 +21,10 @@ static double *add_array(cg_row_result *result, const char *name, const char *do
     if (!matrix) rows = 1;
     *a = (cg_row_array){
         name, doc, rows, columns, matrix, false, calloc((size_t)(rows * columns + 1), sizeof(double))};
-    if (a->x) result->n++;
+    if (a->x)
+        result->n++;
+    else
+        result->lacks_one = true;
     return a->x;
 }
 
@@ -479,7 +482,7 @@ cg_row_result *cg_row_run(const cg_row *row, const cg_backend *backend, cg_error
     engine e = {.row = row, .backend = backend, .T = row->W > 1 ? row->W : 1};
     cg_row_result *result = calloc(1, sizeof *result);
     bool ok = result && compute(&e, result, error);
-    if (!result) cg_fail(error, CG_FAILED, "out of memory while a row is computed");
+    if (!result || result->lacks_one) ok = cg_fail(error, CG_FAILED, "out of memory while a row is computed");
     cg_exec_free(e.exec);
     cg_plan_free(e.plan);
     cg_graph_free(e.graph);

@@ -277,7 +277,8 @@ static bool measure_roofs(const arguments *a, report *out, cg_error *error) {
             *gflops = cg_gemm_peak_gflops(dtype);
         }
         if (!(*gflops > 0))
-            return cg_fail(error, CG_FAILED, "the matrix product that everything is compared with failed");
+            return cg_fail(error, CG_FAILED,
+                           "out of memory for the matrix product that everything is compared with");
     }
     if (a->device.backend) return bench_device_memory(a->device.backend, &out->memory_gbytes, error);
     out->memory_gbytes = cg_memory_peak_gbytes();
@@ -394,10 +395,8 @@ static int print_json(const arguments *a, const report *out) {
                              out->gemm_gflops[CG_F32], "gemm_peak_gflops_f64", out->gemm_gflops[CG_F64],
                              "gemm_peak_gflops_bf16", out->gemm_gflops[CG_BF16], "memory_peak_gbytes",
                              out->memory_gbytes, "rows", rows);
-    int failed = root ? json_dumpf(root, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(9)) : -1;
-    putchar('\n');
-    json_decref(root);
-    return failed ? CG_FAILED : 0;
+    json_print(root, JSON_INDENT(2) | JSON_REAL_PRECISION(9));
+    return 0;
 }
 
 /* ---- against an earlier measurement ---- */

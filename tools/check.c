@@ -20,6 +20,7 @@
 #include "models/verdict.h"
 #include "tools/json_number.h"
 #include "tools/options.h"
+#include "tools/out_of_memory.h"
 #include "tools/table.h"
 
 enum { MAX_FILES = 64, MAX_MAPS = 64, MAX_SETTINGS = 32 };
@@ -246,9 +247,7 @@ static void print_json(const cg_verdict *v, int n_rows) {
     json_object_set_new(root, "sentence", json_string(v->sentence));
     for (int i = 0; i < v->n_notes; i++) json_array_append_new(notes, json_string(v->notes[i]));
     json_object_set_new(root, "notes", notes);
-    json_dumpf(root, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(17));
-    putchar('\n');
-    json_decref(root);
+    json_print(root, JSON_INDENT(2) | JSON_REAL_PRECISION(17));
 }
 
 static void place_cells(table *t, const cg_difference *d) {
@@ -334,7 +333,7 @@ int csagrad_check(int argc, char **argv) {
         if (!strcmp(argv[i], "--row")) return csagrad_check_row(argc, argv);
     arguments *a = calloc(1, sizeof *a);
     cg_error error = {0};
-    if (!a) return tool_failed(argv[0], &error);
+    if (!a) tool_out_of_memory();
     tool_parse(&argp, argc, argv, a);
 
     cg_verdict_options o = {0};

@@ -53,9 +53,7 @@ static bool print_json(const cg_compressor_quantity *q, int n) {
     }
     json_t *root = json_pack("{s:b, s:{}, s:[], s:[], s:o}", "match", match, "contract", "undetermined",
                              "faults", "quantities", list);
-    json_dumpf(root, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(17));
-    putchar('\n');
-    json_decref(root);
+    json_print(root, JSON_INDENT(2) | JSON_REAL_PRECISION(17));
     return match;
 }
 
@@ -64,6 +62,11 @@ bool csagrad_check_compressor(const char *program, const char *path, const cg_ba
     cg_error error = {0}, unread = {0};
     cg_archive *archive =
         cg_archive_open(path, &unread); /* a file that cannot be read is the caller's to name */
+    if (!archive &&
+        unread.code == CG_FAILED) { /* the machine refuses: reading it again may give something else */
+        *code = tool_failed(program, &unread);
+        return true;
+    }
     if (!archive || !cg_compressor_groups(archive)) {
         cg_archive_close(archive);
         return false;

@@ -6,6 +6,7 @@
 #include <argp.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <jansson.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,6 +17,7 @@
 #include "core/isa.h"
 #include "core/suggest.h"
 #include "tools/options.h"
+#include "tools/out_of_memory.h"
 
 typedef struct command {
     const char *name, *doc;
@@ -112,6 +114,8 @@ int main(int argc, char **argv) {
     spin_briefly(argv);
     tidy_at_signals();
     atexit(check_output);
+    tool_end_without_memory(program);
+    json_set_alloc_funcs(tool_malloc, free);
     argp_program_version = CSAGRAD_VERSION;
     argp_err_exit_status = CG_BAD_INPUT;
     cg_error error = {0};

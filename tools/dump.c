@@ -256,9 +256,7 @@ static void report(const arguments *a, const char *program, const cg_dump_case *
                              (json_int_t)c->n_rows, "segments", (json_int_t)c->n_segments, "compressed_rows",
                              (json_int_t)c->n_compressed, "heads", (json_int_t)c->n_heads, "selected",
                              (json_int_t)r->width, "loss", json_number(r->loss), "contract", text);
-    json_dumpf(line, stdout, JSON_INDENT(2));
-    putchar('\n');
-    json_decref(line);
+    json_print(line, JSON_INDENT(2));
 }
 
 static bool write_one(const arguments *a, const char *program, const cg_dump_contracts *contracts,

@@ -15,7 +15,9 @@
 
 #include "core/threads.h"
 #include "models/layer_check.h"
+#include "tools/json_number.h"
 #include "tools/options.h"
+#include "tools/out_of_memory.h"
 #include "tools/table.h"
 
 enum { KEY_OP = TOOL_OWN_KEYS };
@@ -73,8 +75,8 @@ typedef struct result {
     cg_error error; /* the check itself failed */
 } result;
 
-/* Check ops; false when one is wrong or none has a gradient. */
-static bool check_ops(const cg_op *only, const cg_backend *backend, result *results, int *n) {
+/* Check ops; false when one is wrong or none has a gradient. An error: the machine refused, which says nothing of ops. */
+static bool check_ops(const cg_op *only, const cg_backend *backend, result *results, int *n, cg_error *error) {
     bool ok = true;
     int n_compared = 0;
     *n = 0;
@@ -84,6 +86,7 @@ static bool check_ops(const cg_op *only, const cg_backend *backend, result *resu
         r->op = cg_all_ops.list[o];
         r->ok =
             cg_gradcheck_op(&cg_all_ops, r->op, backend, &r->n_cases, &r->report, &r->error) && r->report.ok;
+        if (r->error.code == CG_FAILED) return cg_fail(error, CG_FAILED, "%s", r->error.text);
         if (!r->op->differentiable) continue;
         ok &= r->ok;
         n_compared++;
@@ -125,9 +128,7 @@ static void print_json(const result *results, int n, const cg_layer_report *laye
                                       layer->ok, "entries", (json_int_t)layer->n_entries, "kinks",
                                       (json_int_t)layer->n_kinks, "worst", layer->worst, "runs", runs));
     }
-    json_dumpf(root, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(6));
-    putchar('\n');
-    json_decref(root);
+    json_print(root, JSON_INDENT(2) | JSON_REAL_PRECISION(6));
 }
 
 static table *titled(const char *columns, const char *const *titles) {
@@ -189,9 +190,9 @@ static void print_layer(const cg_layer_report *layer) {
 static const cg_op *find_op(const char *name, cg_error *error) {
     const cg_op *op = cg_op_find(&cg_all_ops, name);
     if (op) return op;
-    const char **names = calloc((size_t)cg_all_ops.n, sizeof *names);
-    for (int o = 0; names && o < cg_all_ops.n; o++) names[o] = cg_all_ops.list[o]->name;
-    tool_unknown("op", name, names, names ? cg_all_ops.n : 0, error);
+    const char **names = tool_malloc((size_t)cg_all_ops.n * sizeof *names);
+    for (int o = 0; o < cg_all_ops.n; o++) names[o] = cg_all_ops.list[o]->name;
+    tool_unknown("op", name, names, cg_all_ops.n, error);
     cg_error_at(error, "--op");
     free(names);
     return NULL;
@@ -205,28 +206,24 @@ int csagrad_gradcheck(int argc, char **argv) {
     if ((a.op && !only) || !tool_device_open(&a.device, &error)) return tool_failed(argv[0], &error);
     result *results = calloc((size_t)cg_all_ops.n, sizeof *results);
     cg_layer_report *layer = calloc(1, sizeof *layer);
-    if (!results || !layer) {
-        cg_fail(&error, CG_FAILED, "out of memory");
-        free(results);
-        free(layer);
-        tool_device_close(&a.device);
-        return tool_failed(argv[0], &error);
-    }
+    if (!results || !layer) tool_out_of_memory();
     cg_threads_set(1, NULL); /* shapes are tiny: threads would wait more than work */
     int n;
-    bool ok = check_ops(only, a.device.backend, results, &n);
-    if (!a.json) {
+    bool ok = check_ops(only, a.device.backend, results, &n, &error);
+    if (!a.json && !error.code) {
         printf("%s: central differences in f64, bound 1e-6, device %s%s%s\n\n", argv[0], a.device.name,
                a.op ? ", op " : "", a.op ? a.op : "");
         print_ops(results, n);
         fflush(stdout);
     }
-    if (!only && !cg_layer_check(a.device.backend, 0, layer, &error)) {
+    if (!only && !error.code && !cg_layer_check(a.device.backend, 0, layer, &error)) {
         layer->ok = false;
         snprintf(layer->worst, sizeof layer->worst, "%s", error.text);
     }
     ok &= only || layer->ok;
-    if (a.json) {
+    if (error.code == CG_FAILED) {
+        tool_failed(argv[0], &error);
+    } else if (a.json) {
         print_json(results, n, only ? NULL : layer, ok);
     } else {
         if (!only) print_layer(layer);

@@ -110,12 +110,6 @@ json_t *info_archive_json(const info *in, const cg_archive *file) {
                      metadata);
 }
 
-void info_print_json(json_t *root) {
-    json_dumpf(root, stdout, JSON_INDENT(2));
-    putchar('\n');
-    json_decref(root);
-}
-
 void info_print_values(const info *in, const cg_entry *e) {
     const cg_tensor *t = e->tensor;
     if (!t) return;
@@ -172,7 +166,7 @@ static int print_isas(const info *in) {
         if (cg_isa_exists((cg_isa)isa)) json_array_append_new(isas, json_string(cg_isa_name((cg_isa)isa)));
     if (in->json) {
         json_t *root = json_pack("{s:s, s:s, s:O}", "version", CSAGRAD_VERSION, "isa", used, "isas", isas);
-        info_print_json(root);
+        json_print(root, JSON_INDENT(2));
     } else {
         printf("%s\nkernels: %s; this processor has", CSAGRAD_VERSION, used);
         for (size_t i = 0; i < json_array_size(isas); i++)
@@ -198,7 +192,7 @@ int csagrad_info(int argc, char **argv) {
     cg_archive *file = cg_archive_open(in.path, &error);
     if (!file) return tool_failed(argv[0], &error);
     if (in.json)
-        info_print_json(info_archive_json(&in, file));
+        json_print(info_archive_json(&in, file), JSON_INDENT(2));
     else
         info_print_archive(&in, file);
     cg_archive_close(file);

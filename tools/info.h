@@ -16,7 +16,6 @@ typedef struct info {
 
 json_t *info_entry_json(const info *in, const cg_entry *entry);
 json_t *info_archive_json(const info *in, const cg_archive *file);
-void info_print_json(json_t *root); /* and frees it */
 
 void info_titles(table *t); /* of the four cells of an entry */
 void info_entry_cells(table *t, const cg_entry *entry);

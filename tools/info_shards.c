@@ -1,5 +1,6 @@
 /* csagrad info of many files: an index of shards, held against them, or a folder. */
 #include "tools/info.h"
+#include "tools/json_number.h"
 
 #include <dirent.h>
 #include <inttypes.h>
@@ -180,8 +181,9 @@ static int print_index(const info *in, const char *program, const char *path) {
     check_total(&s);
     if (in->json) {
         json_t *metadata = s.metadata ? json_incref(s.metadata) : json_object();
-        info_print_json(json_pack("{s:s, s:O, s:I, s:o, s:O}", "format", "index", "tensors", s.tensors, "bytes",
-                                  (json_int_t)s.bytes, "metadata", metadata, "problems", s.problems));
+        json_print(json_pack("{s:s, s:O, s:I, s:o, s:O}", "format", "index", "tensors", s.tensors, "bytes",
+                             (json_int_t)s.bytes, "metadata", metadata, "problems", s.problems),
+                   JSON_INDENT(2));
     } else {
         printf("index of %zu shard%s, %zu tensors, %" PRId64 " bytes\n\n", json_object_size(s.files),
                json_object_size(s.files) == 1 ? "" : "s", json_object_size(s.map), s.bytes);
@@ -270,7 +272,8 @@ static int print_folder(const info *in, const char *program) {
         return error.code ? tool_failed(program, &error) : code;
     }
     if (in->json)
-        info_print_json(json_pack("{s:s, s:O, s:O}", "format", "folder", "files", files, "problems", problems));
+        json_print(json_pack("{s:s, s:O, s:O}", "format", "folder", "files", files, "problems", problems),
+                   JSON_INDENT(2));
     else
         print_problems(problems);
     json_decref(files);

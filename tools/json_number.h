@@ -12,4 +12,7 @@ static inline json_t *json_number(double x) {
 /* A figure that there may be none of: NaN stands for that, and is null. */
 static inline json_t *json_figure(double x) { return isnan(x) ? json_null() : json_number(x); }
 
+/* Print to stdout, whole or not at all, and free. */
+void json_print(json_t *root, size_t flags);
+
 #endif

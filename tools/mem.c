@@ -17,6 +17,7 @@
 #include "models/data.h"
 #include "tools/csagrad.h"
 #include "tools/options.h"
+#include "tools/out_of_memory.h"
 
 enum {
     KEY_DIMS = TOOL_OWN_KEYS,
@@ -405,7 +406,7 @@ static char *command_text(int argc, char **argv) {
     char *text = NULL;
     size_t bytes = 0;
     FILE *stream = open_memstream(&text, &bytes);
-    if (!stream) return NULL;
+    if (!stream) tool_out_of_memory();
     for (int i = 0; i < argc; i++) {
         static const char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_@%+=:,./- ";
         /* the program's name is two words */
@@ -419,7 +420,7 @@ static char *command_text(int argc, char **argv) {
                 fputc(*c, stream);
         if (quoted) fputc('\'', stream);
     }
-    fclose(stream);
+    if (ferror(stream) | fclose(stream) || !text) tool_out_of_memory();
     return text;
 }
 
@@ -450,14 +451,14 @@ int csagrad_mem(int argc, char **argv) {
     arguments *a = calloc(1, sizeof *a);
     cg_error error = {0};
     mem_report report = {0};
-    if (!a) return CG_FAILED;
+    if (!a) tool_out_of_memory();
     tool_parse(&argp, argc, argv, a);
     char *title = command_text(argc, argv);
-    report.title = title ? title : argv[0];
+    report.title = title;
     bool ok = read_arguments(a, &error) && tool_device_open(&a->device, &error) &&
               make_rows(a, &report, &error) && read_off(a, &report, &error);
     if (ok && a->json) {
-        ok = mem_print_json(&report) || cg_fail(&error, CG_FAILED, "out of memory while JSON is printed");
+        mem_print_json(&report);
     } else if (ok) {
         tool_print_model(argv[0], &a->model.config);
         if (a->device.backend) printf("device: %s\n", a->device.name);

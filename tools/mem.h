@@ -79,7 +79,7 @@ void mem_report_free(mem_report *report);
 /* Tables to stdout: the rows with growth and curves; the saved values of each row. As JSON: a list of rows. */
 void mem_print(const mem_report *report);
 void mem_print_values(const mem_row *row);
-bool mem_print_json(const mem_report *report);
+void mem_print_json(const mem_report *report);
 
 /* The point that an auto policy took; NULL for others. Its times are estimated. */
 const cg_frontier_point *mem_budget_point(const mem_row *row);

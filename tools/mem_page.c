@@ -4,6 +4,7 @@
  * as one JSON object, from which the script draws; this file writes that object. Long lists are columns ("op": [...],
  * "scope": [...]) with texts by number, and what the script can add up from the plan is not written twice. */
 #include "tools/mem.h"
+#include "tools/out_of_memory.h"
 
 #include <jansson.h>
 #include <math.h>
@@ -40,10 +41,10 @@ static json_t *text_json(texts *t, const char *text) {
 static json_t *words_json(const char *words) {
     json_t *fine = json_string(words);
     if (fine) return fine;
-    char *copy = strdup(words);
-    for (char *c = copy; c && *c; c++)
+    char *copy = strcpy(tool_malloc(strlen(words) + 1), words);
+    for (char *c = copy; *c; c++)
         if (*c & 0x80) *c = '?';
-    fine = copy ? json_string(copy) : NULL;
+    fine = json_string(copy);
     free(copy);
     return fine;
 }

@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "tools/json_number.h"
+#include "tools/out_of_memory.h"
 #include "tools/table.h"
 
 static double mib(int64_t bytes) { return (double)bytes / 1048576; }
@@ -137,7 +138,7 @@ static char *chosen_text(const mem_curve *curve, const cg_frontier_point *point)
     char *text = NULL;
     size_t bytes = 0;
     FILE *stream = open_memstream(&text, &bytes);
-    if (!stream) return NULL;
+    if (!stream) tool_out_of_memory();
     bool first = true;
     for (int n = 0; n < curve->frontier->n_nodes; n++) {
         if (!point->chosen[n]) continue;
@@ -153,7 +154,7 @@ static char *chosen_text(const mem_curve *curve, const cg_frontier_point *point)
         if (same > 1) fprintf(stream, " x%d", same);
         first = false;
     }
-    fclose(stream);
+    if (ferror(stream) | fclose(stream) || !text) tool_out_of_memory();
     return text;
 }
 
@@ -380,11 +381,8 @@ static json_t *row_json(const mem_report *report, const mem_row *row) {
     return object;
 }
 
-bool mem_print_json(const mem_report *report) {
+void mem_print_json(const mem_report *report) {
     json_t *list = json_array();
     for (int r = 0; r < report->n_rows; r++) json_array_append_new(list, row_json(report, &report->rows[r]));
-    bool ok = list && !json_dumpf(list, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(17));
-    putchar('\n');
-    json_decref(list);
-    return ok;
+    json_print(list, JSON_INDENT(2) | JSON_REAL_PRECISION(17));
 }

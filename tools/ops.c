@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include "ops/ops.h"
+#include "tools/json_number.h"
 #include "tools/options.h"
 #include "tools/table.h"
 
@@ -86,9 +87,7 @@ static int print_json(void) {
         json_array_append_new(list, entry);
     }
     json_t *root = json_pack("{s:o}", "ops", list);
-    json_dumpf(root, stdout, JSON_INDENT(2));
-    putchar('\n');
-    json_decref(root);
+    json_print(root, JSON_INDENT(2));
     return 0;
 }
 

@@ -9,6 +9,7 @@
 #include "core/suggest.h"
 #include "core/threads.h"
 #include "ops/cuda/cuda_ops.h"
+#include "tools/out_of_memory.h"
 
 /* ---- options that set a key of the configuration ---- */
 
@@ -117,7 +118,7 @@ static char *help_of_key(int key, const char *text, void *input) {
     for (int i = 0; cg_config_key_at(i, &line); i++) {
         if (strcmp(line.name, name)) continue;
         const char *standard = cg_config_get(&toy, name, fallback, sizeof fallback);
-        if (asprintf(&help, "%s; %s (default: %s)", line.doc, line.range, standard) < 0) help = NULL;
+        if (asprintf(&help, "%s; %s (default: %s)", line.doc, line.range, standard) < 0) tool_out_of_memory();
         break;
     }
     return help;
@@ -276,6 +277,7 @@ static bool check_words(const struct argp *argp, int argc, char **argv, cg_error
 void tool_parse(const struct argp *argp, int argc, char **argv, void *input) {
     cg_error error = {0};
     if (!check_words(argp, argc, argv, &error)) exit(tool_failed(argv[0], &error));
+    free(tool_malloc(1 << 20)); /* argp writes a help text, and ends by an assertion without memory for it */
     error_t code = argp_parse(argp, argc, argv, 0, NULL, input);
     if (!code) return;
     cg_fail(&error, CG_FAILED, "%s", strerror(code));

@@ -11,6 +11,8 @@
 #include <string.h>
 #include <wchar.h>
 
+#include "tools/out_of_memory.h"
+
 struct table {
     const char *columns;
     char **cells;
@@ -18,29 +20,25 @@ struct table {
 };
 
 table *table_new(const char *columns) {
-    table *t = calloc(1, sizeof *t);
-    if (t) t->columns = columns;
+    table *t = tool_realloc(NULL, sizeof *t);
+    *t = (table){.columns = columns};
     return t;
 }
 
 void table_cell(table *t, const char *format, ...) {
-    if (!t) return;
     if (t->n == t->capacity) {
-        size_t capacity = t->capacity ? 2 * t->capacity : 64;
-        char **cells = realloc(t->cells, capacity * sizeof *cells);
-        if (!cells) return;
-        t->cells = cells;
-        t->capacity = capacity;
+        t->capacity = t->capacity ? 2 * t->capacity : 64;
+        t->cells = tool_realloc(t->cells, t->capacity * sizeof *t->cells);
     }
     va_list args;
     va_start(args, format);
     char *text = NULL;
-    if (vasprintf(&text, format, args) < 0) text = NULL;
+    if (vasprintf(&text, format, args) < 0) tool_out_of_memory();
     va_end(args);
     t->cells[t->n++] = text;
 }
 
-static const char *text_of(const table *t, size_t i) { return i < t->n && t->cells[i] ? t->cells[i] : ""; }
+static const char *text_of(const table *t, size_t i) { return i < t->n ? t->cells[i] : ""; }
 
 /* Columns of a terminal that a text takes: a letter may take two, or none when it joins the one before. What is no
  * UTF-8 counts one for each byte, as does every letter where the machine has no UTF-8 locale to ask. */
@@ -86,11 +84,11 @@ static void print_rows(const table *t, size_t n_columns, size_t *width) {
 }
 
 void table_print(table *t) {
-    if (!t) return;
-    size_t n_columns = strlen(t->columns), *width = calloc(n_columns, sizeof *width);
+    size_t n_columns = strlen(t->columns), *width = tool_realloc(NULL, n_columns * sizeof *width);
+    memset(width, 0, n_columns * sizeof *width);
     locale_t utf8 = newlocale(LC_CTYPE_MASK, "C.UTF-8", (locale_t)0),
              before = utf8 ? uselocale(utf8) : (locale_t)0;
-    if (width) print_rows(t, n_columns, width);
+    print_rows(t, n_columns, width);
     if (utf8) uselocale(before);
     if (utf8) freelocale(utf8);
     free(width);

@@ -4,7 +4,7 @@
 
 typedef struct table table;
 
-/* One letter per column: 'l' left, 'r' right. NULL when memory is out, which the functions below let pass. */
+/* One letter per column: 'l' left, 'r' right. Where memory runs out, the program ends. */
 table *table_new(const char *columns);
 
 /* The next cell, row by row; the first row is the title and is underlined. */

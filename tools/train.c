@@ -242,6 +242,7 @@ static bool log_line(run *r, json_t *line, cg_error *error) {
     if (r->options->json && line && output_is_free()) {
         char *text = json_dumps(line, JSON_COMPACT | JSON_PRESERVE_ORDER | JSON_REAL_PRECISION(17));
         if (text) puts(text);
+        fflush(stdout); /* a line is there as a whole, whatever happens next; whether it is, is asked later */
         free(text);
     }
     return run_log_write(r->log, line, error);
