@@ -95,6 +95,7 @@ template <typename Tile> CG_DEVICE Tile down(Tile x, int rows) { return {x.data 
 /* Two neighbours of a row of d, rounded, as they lie in a tile: column is even. */
 template <typename Tile> CG_DEVICE void store_pair(Tile x, int row, int column, float low, float high) {
     *(uint32_t *)(x.piece(row, column / PIECE) + column % PIECE) = cg_bf16_pair(low, high);
+    CG_WROTE_TILE();
 }
 /* This lane's place in rows of d from a row and a piece on; p8 + p pieces further as in lane_piece. */
 template <typename Tile> CG_DEVICE lane_piece<Tile> d_rows(int row0, int piece) {
@@ -103,6 +104,7 @@ template <typename Tile> CG_DEVICE lane_piece<Tile> d_rows(int row0, int piece) 
 template <typename Tile>
 CG_DEVICE void store_pair(Tile x, lane_piece<Tile> lane, int p8, int p, float low, float high) {
     *(uint32_t *)lane.in(x, p8, p) = cg_bf16_pair(low, high);
+    CG_WROTE_TILE();
 }
 
 } // namespace

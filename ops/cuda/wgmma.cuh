@@ -7,7 +7,7 @@
  *
  *     warpgroup group;                       per thread; all threads of the group make the same calls
  *     group.shared_written();                before the barrier behind which products read what this thread wrote to shared
- *     __syncthreads();                       memory, or had copied and waited for (tests do not miss it)
+ *     __syncthreads();                       memory, or had copied and waited for
  *     group.begin(x);                        x: sums that were touched since their last product
  *     group.add_columns(x, a, b, piece);     or set_rows; as many as wanted
  *     group.commit();
@@ -193,11 +193,12 @@ struct warpgroup {
     typedef std::vector<std::function<void()>> products;
     std::vector<products> queued; /* commits not waited for, oldest first */
     products open;
+    bool begun = false; /* since the last wait */
     warpgroup() {}
     warpgroup(const warpgroup &) = delete;
     void run(const std::function<void()> &product) { open.push_back(product); }
-    void shared_written() {}
-    template <typename... X> void begin(X &...) {}
+    void shared_written() { cg_host_fence_tiles(); }
+    template <typename... X> void begin(X &...) { begun = true; }
     void commit() {
         queued.push_back(open);
         open.clear();
@@ -205,12 +206,17 @@ struct warpgroup {
     template <int LEFT, typename... X> void wait(X &...) {
         for (; queued.size() > LEFT; queued.erase(queued.begin()))
             for (const auto &product : queued[0]) product();
+        begun = false;
     }
-    template <typename A, typename B> static void expect_operands(A a, B b) {
+    template <typename A, typename B> void expect_operands(A a, B b) const {
         static_assert(A::SLAB > 0 && B::SLAB > 0, "tiles have slabs");
         if ((uintptr_t)a.data % GROUP_ALIGN || (uintptr_t)b.data % GROUP_ALIGN)
             cg_host_fault(__FILE__, __LINE__,
                           "a tile of a warpgroup does not start on a multiple of 1024 bytes");
+        if (!cg_host_tiles_are_fenced())
+            cg_host_fault(__FILE__, __LINE__,
+                          "a warpgroup multiplies what was written without shared_written() behind it");
+        if (!begun) cg_host_fault(__FILE__, __LINE__, "a warpgroup multiplies without begin() before");
     }
 #else
     template <typename F> CG_MEMBER void run(const F &) { __trap(); } /* no variant is chosen that comes here */

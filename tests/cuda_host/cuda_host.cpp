@@ -504,8 +504,13 @@ bool cg_host_copy_due(int groups_left, cg_host_copy *copy) {
     if (me.copied == me.n_copies || next.group >= me.groups - groups_left) return false;
     *copy = next.places;
     me.copied++;
+    me.unfenced = true;
     return true;
 }
+
+void cg_host_wrote_tile(void) { cg_host_this_thread->unfenced = true; }
+void cg_host_fence_tiles(void) { cg_host_this_thread->unfenced = false; }
+bool cg_host_tiles_are_fenced(void) { return !cg_host_this_thread->unfenced; }
 
 /* ---- shared memory ---- */
 
@@ -643,6 +648,7 @@ bool run_block(int64_t number, uint3 index) {
         t.number = i;
         t.index = {i % now.dim.x, i / now.dim.x % now.dim.y, i / now.dim.x / now.dim.y};
         t.n_copies = t.copied = 0;
+        t.unfenced = false;
         t.groups = 0;
     }
     cg_host_run_block(now.threads.data(), now.n, number);

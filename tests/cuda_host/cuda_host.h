@@ -354,4 +354,11 @@ template <int N> void cg_cp_async_wait(void) {
     }
 }
 
+/* ---- tiles that products of a warpgroup read: what a thread wrote there, or had copied, it fences first ---- */
+
+void cg_host_wrote_tile(void);
+#define CG_WROTE_TILE() cg_host_wrote_tile()
+void cg_host_fence_tiles(void);
+bool cg_host_tiles_are_fenced(void); /* by this thread, all it wrote so far */
+
 #endif

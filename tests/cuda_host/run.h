@@ -26,6 +26,7 @@ struct cg_host_thread {
     } copies[64];
     unsigned n_copies, copied; /* issued, and of these done */
     int64_t groups;            /* committed so far */
+    bool unfenced; /* has written to a tile, or had copied to one, behind its last cg_host_fence_tiles */
 };
 
 /* Provided by cuda_host.cpp. */
