@@ -304,6 +304,7 @@ static bool set_level(judge *j, judge_level level) {
 
 /* as_expected: all numbers are; what else gives them is looked for. */
 static bool look(search *s, bool as_expected) {
+    s->j->v->n_looks++;
     judge_search_reset(s, false);
     if (!judge_search_sample(s, NULL, NULL) || (s->has[Q_LOSS] && !list_losses(s, as_expected)) ||
         !judge_search_all(s))
@@ -493,6 +494,11 @@ static bool find_scale(facts *f, judge_level level, bool *done) {
     const double before[2] = {j->weights_factor, j->scale};
     *done = false;
     if (!s->has_grad && !(f->parts & ROW_PARTS)) return true;
+    const demand any_factor = s->has_grad ? ANY_FACTOR : NO_GRADIENT;
+    /* rows that fit at the scale given say nothing of it: those that rounding explains fit at every other */
+    judge_search_reset(s, true);
+    if (!judge_search_sample(s, NULL, NULL)) return false;
+    if (choose(s, f->parts & ROW_PARTS, any_factor).found) return true;
     for (int which = 0; which < 2 && !*done; which++) {
         if (which ? is_judged_ok(j, "output") || is_judged_ok(j, "lse") : is_judged_ok(j, "index_scores"))
             continue;
@@ -501,7 +507,7 @@ static bool find_scale(facts *f, judge_level level, bool *done) {
             *to[which] = before[which] * list[i];
             judge_search_reset(s, true);
             if (!judge_search_sample(s, NULL, NULL)) return false;
-            if (!choose(s, f->parts & ROW_PARTS, s->has_grad ? ANY_FACTOR : NO_GRADIENT).found) continue;
+            if (!choose(s, f->parts & ROW_PARTS, any_factor).found) continue;
             if (!judge_search_compare(s, NULL, false, &f->beside) || !look(s, false) ||
                 !find_joint(f, level, false, done))
                 return false;

@@ -60,6 +60,7 @@ typedef struct cg_verdict {
     int n_quantities;
     char sentence[1200];
     char tell_apart[CG_AXES][400]; /* for an undetermined axis: what to dump instead */
+    int n_looks;                   /* how often all rows were held against all contracts: what a check costs */
     char notes[CG_NOTES][240];     /* layout, forms found, what was not judged and why */
     int n_notes;
 } cg_verdict;

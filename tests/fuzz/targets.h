@@ -65,6 +65,14 @@ static inline void fuzz_touch(const cg_named_tensor *t) {
     for (const char *c = t->name; *c; c++) sum += (unsigned char)*c;
 }
 
+/* What a file lists has a name, a dtype and bytes that it holds; what is read is what is found. */
+static inline void fuzz_entry(const cg_entry *e, const cg_tensor *found, size_t size) {
+    fuzz_expect(e->tensor == found, "an entry that is another tensor", e->name);
+    fuzz_expect(e->name && e->dtype && e->bytes >= 0, "an entry that lacks something", e->name);
+    fuzz_expect(!found || cg_tensor_bytes(found->dtype, &found->shape) == e->bytes, "other bytes", e->name);
+    fuzz_expect(found || (uint64_t)e->bytes <= size * UINT64_C(1032), "more bytes than the file has", e->name);
+}
+
 static inline void fuzz_safetensors(const uint8_t *data, size_t size) {
     fuzz_file file = fuzz_file_make(data, size);
     cg_error error = {0};
@@ -78,6 +86,10 @@ static inline void fuzz_safetensors(const uint8_t *data, size_t size) {
             fuzz_touch(t);
             fuzz_expect(cg_safetensors_find(tensors, t->name) == &t->tensor, "a name that is not found",
                         t->name);
+        }
+        for (int i = 0; i < cg_safetensors_n_entries(tensors); i++) {
+            const cg_entry *e = cg_safetensors_entry(tensors, i);
+            fuzz_entry(e, cg_safetensors_find(tensors, e->name), size);
         }
         for (void *at = NULL; cg_safetensors_metadata_next(tensors, &at, &key, &value);)
             fuzz_expect(cg_safetensors_metadata(tensors, key) == value, "metadata that is not found", key);
@@ -98,6 +110,11 @@ static inline void fuzz_archive(const uint8_t *data, size_t size) {
         fuzz_expect((uintptr_t)t->tensor.data % cg_dtype_bytes(t->tensor.dtype) == 0,
                     "data that is not aligned", t->name);
         fuzz_expect(cg_archive_find(archive, t->name) == &t->tensor, "a name that is not found", t->name);
+    }
+    for (int i = 0; archive && i < cg_archive_n_entries(archive); i++) {
+        const cg_entry *e = cg_archive_entry(archive, i);
+        fuzz_entry(e, cg_archive_find(archive, e->name), size);
+        fuzz_expect(!cg_archive_unread(archive, e->name) == (e->tensor != NULL), "read and unread", e->name);
     }
     cg_archive_close(archive);
     close(file.fd);
