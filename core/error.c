@@ -3,19 +3,19 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "core/shown.h"
+
 /* A path or a word of a file may hold anything; the sentence stays one line and moves no cursor: control
  * characters show as \x1b, those of two bytes in UTF-8 too. */
 static void put_clean(char *to, size_t room, const char *from) {
-    unsigned char before = 0;
-    for (const unsigned char *c = (const unsigned char *)from; *c; before = *c++) {
-        bool opens = *c == 0xc2 && c[1] >= 0x80 && c[1] < 0xa0, closes = before == 0xc2 && *c < 0xa0;
-        bool escaped = *c < ' ' || *c == 0x7f || opens || (closes && *c >= 0x80);
+    for (size_t escaped = 0; *from; from++) {
+        if (!escaped) escaped = cg_control_bytes(from, strlen(from));
         size_t n = escaped ? 4 : 1;
         if (n >= room) break;
         if (escaped)
-            sprintf(to, "\\x%02x", *c);
+            sprintf(to, "\\x%02x", (unsigned char)*from), escaped--;
         else
-            *to = (char)*c;
+            *to = *from;
         to += n;
         room -= n;
     }

@@ -4,6 +4,9 @@
 
 #include <stddef.h>
 
+/* Bytes of the control character that a text begins with: 1, 2 for those of UTF-8 from U+0080 to U+009F, 0 if it is none. */
+size_t cg_control_bytes(const char *text, size_t bytes);
+
 typedef struct cg_shown_word {
     char text[4 * 80 + 4];
 } cg_shown_word;

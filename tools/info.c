@@ -99,9 +99,9 @@ static int print_json(const info *in, const cg_archive *file) {
         json_t *shape = json_array();
         for (int d = 0; d < t->tensor.shape.n_dims; d++)
             json_array_append_new(shape, json_integer(t->tensor.shape.dims[d]));
-        json_t *entry =
-            json_pack("{s:s, s:s, s:o, s:I}", "name", t->name, "dtype", cg_dtype_name(t->tensor.dtype), "shape",
-                      shape, "bytes", (json_int_t)cg_tensor_bytes(t->tensor.dtype, &t->tensor.shape));
+        json_t *entry = json_pack("{s:o, s:s, s:o, s:I}", "name", json_words(t->name), "dtype",
+                                  cg_dtype_name(t->tensor.dtype), "shape", shape, "bytes",
+                                  (json_int_t)cg_tensor_bytes(t->tensor.dtype, &t->tensor.shape));
         if (in->values > 0) json_object_set_new(entry, "values", values_json(in, &t->tensor));
         json_array_append_new(tensors, entry);
     }
