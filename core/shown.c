@@ -30,6 +30,12 @@ static bool is_control(uint32_t letter) {
            letter == 0x200f || (letter >= 0x2028 && letter <= 0x202e) || (letter >= 0x2066 && letter <= 0x2069);
 }
 
+size_t cg_control_bytes(const char *text, size_t bytes) {
+    uint32_t letter = 0;
+    size_t n = cg_utf8_letter(text, bytes, &letter);
+    return n && is_control(letter) ? n : 0;
+}
+
 size_t cg_shown_letter(char **to, const char *from, size_t bytes) {
     uint32_t letter = 0;
     size_t n = cg_utf8_letter(from, bytes, &letter);

@@ -5,6 +5,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* Bytes of the control character that a text begins with, those that turn the direction of writing among them; 0: none. */
+size_t cg_control_bytes(const char *text, size_t bytes);
+
 typedef struct cg_shown_word {
     char text[4 * 80 + 4];
 } cg_shown_word;

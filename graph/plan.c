@@ -331,7 +331,7 @@ static bool find_floor(cg_plan *plan, cg_error *error) {
         if (__builtin_add_overflow(total, plan->storages[s].reserved, &total))
             return cg_fail(error, CG_BAD_INPUT, "the sizes of all values together do not fit 63 bits");
     int64_t *delta = calloc((size_t)plan->n_steps + 2, sizeof *delta);
-    if (!delta) return false;
+    if (!delta) return cg_fail(error, CG_FAILED, "out of memory while a plan is made");
     for (int s = 0; s < plan->n_storages; s++) {
         const cg_storage *storage = &plan->storages[s];
         delta[storage->first + (storage->taken_over >= 0)] += storage->reserved;

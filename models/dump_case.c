@@ -3,6 +3,7 @@
 #include "core/bf16.h"
 #include "core/rng.h"
 #include "core/safetensors.h"
+#include "core/shown.h"
 #include "graph/cases.h"
 #include "models/layer_check.h"
 
@@ -162,7 +163,8 @@ static bool load_weights(const cg_probe *probe, const char *path, cg_error *erro
         char name[256], a[128], b[128];
         const cg_tensor *got = cg_safetensors_find(file, cg_param_name(value, name, sizeof name));
         if (!got) {
-            ok = cg_fail(error, CG_BAD_INPUT, "%s lacks %s: is it of another model?", path, name);
+            ok = cg_fail(error, CG_BAD_INPUT, "%s lacks %s: is it of another model?", cg_shown_path(path).text,
+                         name);
         } else if (!cg_dtype_is_real(got->dtype) || !cg_shape_equal(&got->shape, &value->shape)) {
             ok = cg_fail(error, CG_BAD_INPUT,
                          "%s: %s is %s %s, expected f32, f64 or bf16 %s: is it of another model?", path, name,

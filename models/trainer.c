@@ -1,6 +1,7 @@
 #include "models/trainer.h"
 
 #include "core/process.h"
+#include "core/shown.h"
 #include "graph/cases.h"
 #include "graph/exec.h"
 #include "models/checkpoint.h"
@@ -514,7 +515,8 @@ bool cg_selection_is_exercised(const cg_config *config, const cg_feed *feed) {
 
 bool cg_trainer_save(const cg_trainer *trainer, const char *path, cg_error *error) {
     state s;
-    if (!trainer->exec) return cg_fail(error, CG_FAILED, "%s: there is no model to save", path);
+    if (!trainer->exec)
+        return cg_fail(error, CG_FAILED, "%s: there is no model to save", cg_shown_path(path).text);
     if (trainer->record && !cg_topk_writer_sync(trainer->record, error)) return false;
     if (!state_of(&trainer->step, trainer->exec, false, &s, error)) return false;
     char *json = cg_config_json(&trainer->config);

@@ -141,24 +141,6 @@ START_TEST(config_prints_a_file_that_gives_itself) {
 }
 END_TEST
 
-START_TEST(output_that_cannot_be_written) {
-    static const char *const list[][2] = {{"config", "config --json"},
-                                          {"train", "train --help"},
-                                          {"mem", "mem --plan-only --seqs 64"},
-                                          {"ops", "ops"},
-                                          {"gradcheck", "gradcheck --op scale"}};
-    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
-        char arguments[128], part[128];
-        snprintf(arguments, sizeof arguments, "%s >/dev/full", list[i][1]);
-        snprintf(part, sizeof part, "csagrad %s: the output could not be written\n", list[i][0]);
-        outcome o = run_program(arguments);
-        ck_assert_int_eq(o.code, 1);
-        ck_assert_str_eq(o.err, part);
-        outcome_free(&o);
-    }
-}
-END_TEST
-
 /* Before the work, not behind it: an hour would be lost. */
 START_TEST(outputs_are_checked_first) {
     bad("mem --plan-only --seqs 64 --html absent/page.html", 2, "--html: cannot write absent/page.html");
@@ -294,7 +276,6 @@ int main(void) {
                                   bad_command_lines,
                                   bad_model_options,
                                   config_prints_a_file_that_gives_itself,
-                                  output_that_cannot_be_written,
                                   outputs_are_checked_first,
                                   signals_end_commands,
                                   ops_list,

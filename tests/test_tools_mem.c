@@ -272,6 +272,16 @@ START_TEST(sizes_beyond_the_machine) {
     ck_assert_int_gt(number(json_array_get(root, 6), "saved_bytes"), scores);
     ck_assert_int_lt(number(json_array_get(root, 8), "planned_peak_bytes"), scores / 4);
     json_decref(root);
+    /* no plan: a value beyond what is counted; a plan that no memory holds */
+    bad("mem --plan-only --dims pro --seqs 16777216", 2,
+        "is larger than the limit of 1125899906842624 bytes for one value");
+    outcome o =
+        run_program("mem --runs 1 --policy save --seq 65536 --batch 16384 --set hidden_size=65536 --json "
+                    "--set intermediate_size=262144 --set num_hidden_layers=2 --set compress_ratios=0,0");
+    ck_assert_int_eq(o.code, 1);
+    ck_assert_ptr_eq(strchr(o.err, '\n'), o.err + strlen(o.err) - 1);
+    holds(o.err, "save at 65536 tokens: the step needs 10421446816599040 bytes, this machine has ");
+    outcome_free(&o);
 }
 END_TEST
 

@@ -17,6 +17,7 @@
 
 #include "core/file.h"
 #include "core/roofline.h"
+#include "core/shown.h"
 #include "core/threads.h"
 #include "tools/bench_device.h"
 #include "tools/bench_row.h"
@@ -403,9 +404,16 @@ static int print_json(const arguments *a, const report *out) {
 
 static json_t *load_old(const char *path, cg_error *error) {
     json_error_t where;
-    json_t *root = json_load_file(path, 0, &where);
+    char *text;
+    size_t bytes;
+    if (!cg_file_read(path, 1 << 28, &text, &bytes, error)) {
+        cg_error_at(error, "--compare");
+        return NULL;
+    }
+    json_t *root = json_loadb(text, bytes, 0, &where);
+    free(text);
     if (!root) {
-        cg_fail(error, CG_BAD_INPUT, "--compare: %s: %s", path, where.text);
+        cg_fail(error, CG_BAD_INPUT, "--compare: %s: %s", cg_shown_path(path).text, where.text);
         return NULL;
     }
     json_t *rows = json_object_get(root, "rows");
@@ -419,7 +427,8 @@ static json_t *load_old(const char *path, cg_error *error) {
         json_is_number(json_object_get(old, "bwd_us"));
     if (ok) return root;
     json_decref(root);
-    cg_fail(error, CG_BAD_INPUT, "--compare: %s is no output of csagrad bench --json", path);
+    cg_fail(error, CG_BAD_INPUT, "--compare: %s is no output of csagrad bench --json",
+            cg_shown_path(path).text);
     return NULL;
 }
 

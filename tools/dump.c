@@ -252,7 +252,7 @@ static void report(const arguments *a, const char *program, const cg_dump_case *
                (long long)r->width, r->loss, text);
         return;
     }
-    json_t *line = json_pack("{s:s, s:I, s:I, s:I, s:I, s:I, s:o, s:s}", "file", a->out, "rows",
+    json_t *line = json_pack("{s:o, s:I, s:I, s:I, s:I, s:I, s:o, s:s}", "file", json_words(a->out), "rows",
                              (json_int_t)c->n_rows, "segments", (json_int_t)c->n_segments, "compressed_rows",
                              (json_int_t)c->n_compressed, "heads", (json_int_t)c->n_heads, "selected",
                              (json_int_t)r->width, "loss", json_number(r->loss), "contract", text);

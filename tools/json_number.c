@@ -2,8 +2,21 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "core/error.h"
+#include "tools/out_of_memory.h"
+
+json_t *json_words(const char *words) {
+    json_t *fine = json_string(words);
+    if (fine) return fine;
+    char *copy = strcpy(tool_malloc(strlen(words) + 1), words);
+    for (char *c = copy; *c; c++)
+        if (*c & 0x80) *c = '?';
+    fine = json_string(copy);
+    free(copy);
+    return fine;
+}
 
 /* Jansson writes piece by piece: what fails in the middle would leave the pieces before it. Memory that runs out ends the
  * program elsewhere (tools/out_of_memory.h). */

@@ -12,6 +12,9 @@ static inline json_t *json_number(double x) {
 /* A figure that there may be none of: NaN stands for that, and is null. */
 static inline json_t *json_figure(double x) { return isnan(x) ? json_null() : json_number(x); }
 
+/* A text with words of the command line or a file, which may be no UTF-8: each byte beyond ASCII is a "?" then. */
+json_t *json_words(const char *words);
+
 /* Print to stdout, whole or not at all, and free. */
 void json_print(json_t *root, size_t flags);
 

@@ -4,7 +4,6 @@
  * as one JSON object, from which the script draws; this file writes that object. Long lists are columns ("op": [...],
  * "scope": [...]) with texts by number, and what the script can add up from the plan is not written twice. */
 #include "tools/mem.h"
-#include "tools/out_of_memory.h"
 
 #include <jansson.h>
 #include <math.h>
@@ -13,6 +12,7 @@
 #include <string.h>
 
 #include "core/file.h"
+#include "tools/json_number.h"
 
 static const char template_text[] = {
 #include "mem_page_html.inc"
@@ -35,18 +35,6 @@ static json_t *text_json(texts *t, const char *text) {
         return NULL;
     }
     return number;
-}
-
-/* A sentence that holds words of the command line, which may be no UTF-8. */
-static json_t *words_json(const char *words) {
-    json_t *fine = json_string(words);
-    if (fine) return fine;
-    char *copy = strcpy(tool_malloc(strlen(words) + 1), words);
-    for (char *c = copy; *c; c++)
-        if (*c & 0x80) *c = '?';
-    fine = json_string(copy);
-    free(copy);
-    return fine;
 }
 
 static json_t *bytes_json(int64_t bytes) { return json_integer((json_int_t)bytes); }
@@ -199,7 +187,7 @@ static json_t *row_json(const mem_row *row, texts *t) {
     json_t *head = json_pack("{s:s, s:s, s:I, s:s, s:b, s:o, s:o}", "policy", row->policy, "dims", row->dims,
                              "seq", (json_int_t)row->seq, "dtype", cg_dtype_name(row->dtype), "part",
                              row->workload.part == CG_PART_INDEXER_LOSS, "sizes", sizes_json(row), "refused",
-                             row->refused ? words_json(row->refused) : json_null());
+                             row->refused ? json_words(row->refused) : json_null());
     if (!head || row->refused) return head;
     json_t *figures = json_pack(
         "{s:I, s:I, s:I, s:I, s:I, s:I, s:i, s:o, s:o, s:o, s:o, s:o, s:o, s:o}", "planned_peak_bytes",
@@ -328,7 +316,7 @@ static json_t *report_json(const mem_report *report) {
     texts t = {json_array(), json_object()};
     json_t *rows = rows_json(report, &t), *curves = curves_json(report, &t);
     json_t *object =
-        json_pack("{s:o, s:s, s:i, s:o, s:o, s:o, s:o, s:o, s:O}", "command", words_json(report->title),
+        json_pack("{s:o, s:s, s:i, s:o, s:o, s:o, s:o, s:o, s:O}", "command", json_words(report->title),
                   "version", CSAGRAD_VERSION, "align", CG_ALIGN, "categories",
                   names_json(CG_CATEGORIES, category_name), "passes", names_json(CG_PASSES, pass_name), "rows",
                   rows, "growth", growth_json(report), "curves", curves, "texts", t.list);

@@ -94,7 +94,11 @@ static error_t parse_model(int key, char *arg, struct argp_state *state) {
         return 0;
     case KEY_SET: {
         const char *equals = strchr(arg, '=');
-        if (!equals) argp_failure(state, CG_BAD_INPUT, 0, "--set needs KEY=VALUE, got \"%.100s\"", arg);
+        if (!equals) {
+            cg_error error = {0};
+            cg_fail(&error, CG_BAD_INPUT, "--set needs KEY=VALUE, got \"%.100s\"", arg);
+            exit(tool_failed(state->name, &error));
+        }
         add_setting(state, "--set", arg, (size_t)(equals - arg), equals + 1);
         return 0;
     }

@@ -145,6 +145,7 @@ typedef struct run {
     int64_t measured_before; /* peak of the last step before this program began; -1: unknown */
     int lock;                /* the folder's descriptor: one run at a time */
     int64_t process_growth;  /* -1: unknown, or no step was taken */
+    int output_errno;        /* why standard output could not be written */
     bool terminal;
 } run;
 
@@ -242,7 +243,8 @@ static bool log_line(run *r, json_t *line, cg_error *error) {
     if (r->options->json && line && output_is_free()) {
         char *text = json_dumps(line, JSON_COMPACT | JSON_PRESERVE_ORDER | JSON_REAL_PRECISION(17));
         if (text) puts(text);
-        fflush(stdout); /* a line is there as a whole, whatever happens next; whether it is, is asked later */
+        if (fflush(stdout))
+            r->output_errno = errno; /* now: a line shall be there as a whole, whatever happens next */
         free(text);
     }
     return run_log_write(r->log, line, error);
@@ -252,16 +254,18 @@ static bool log_line(run *r, json_t *line, cg_error *error) {
 static void print_word(const char *word) {
     static const char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./:=+,@%-";
     bool control = false;
-    for (const char *c = word; *c; c++) control |= (unsigned char)*c < ' ' || *c == 0x7f;
+    for (const char *c = word; *c; c++) control |= cg_control_bytes(c, strlen(c)) > 0;
     if (*word && word[strspn(word, plain)] == 0) {
         fputs(word, stdout);
         return;
     }
     fputs(control ? "$'" : "'", stdout);
     for (const char *c = word; *c; c++) {
-        if ((unsigned char)*c < ' ' || *c == 0x7f)
-            printf("\\x%02x", (unsigned char)*c);
-        else if (control && (*c == '\'' || *c == '\\'))
+        size_t bytes = cg_control_bytes(c, strlen(c));
+        if (bytes) {
+            for (; bytes; bytes--, c++) printf("\\x%02x", (unsigned char)*c);
+            c--;
+        } else if (control && (*c == '\'' || *c == '\\'))
             printf("\\%c", *c);
         else if (*c == '\'')
             fputs("'\\''", stdout);
@@ -369,7 +373,8 @@ static bool save_is_due(const run *r) {
 static bool output_arrives(run *r, cg_error *error) {
     if (fflush(stdout) == 0 && !ferror(stdout)) return true;
     cg_error own = {0};
-    int number = errno, to_nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
+    int number = r->output_errno ? r->output_errno : errno,
+        to_nowhere = open("/dev/null", O_WRONLY | O_CLOEXEC);
     if (to_nowhere >= 0) dup2(to_nowhere, STDOUT_FILENO), close(to_nowhere);
     fflush(stdout); /* what waits in it was complained about */
     clearerr(stdout);
