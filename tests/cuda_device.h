@@ -23,6 +23,16 @@ static inline bool device_is_emulated(void) {
     return facts.emulated;
 }
 
+/* What blocks had since the last call is what the variant claims for the node, but for 1024 bytes of static arrays: one
+ * that claims less is chosen where it cannot run, one that claims more is not where it can. */
+static inline void expect_shared(const cg_cuda_variant *variant, const cg_node *node) {
+    const size_t most = cg_device_host_most_shared(),
+                 claim = variant->shared ? variant->shared(node) : (size_t)48 << 10;
+    if (most > claim || (most && variant->shared && most + 1024 < claim))
+        ck_abort_msg("%s, variant %s claims %zu bytes of shared memory, its blocks had %zu", node->op->name,
+                     variant->name, claim, most);
+}
+
 /* All that was asked of it has been given back. */
 static inline void close_device(void) {
     ck_assert_int_eq(cg_device_asked_bytes(device), 0);

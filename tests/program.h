@@ -94,4 +94,26 @@ static inline double real_of(const json_t *object, const char *key) {
     return json_number_value(value);
 }
 
+/* What a command's help says that an option has where it is not given: "thd" of "--layout=NAME (default: thd)".
+ * malloc'd. */
+static inline char *default_of(const char *command, const char *option) {
+    char text[80], *said = NULL;
+    snprintf(text, sizeof text, "%s --help", command);
+    char *help = good(text);
+    snprintf(text, sizeof text, " --%s=", option);
+    const char *at = strstr(help, text), *end = at;
+    while (end && (end = strchr(end + 1, '\n')) && end[1 + strspn(end + 1, " ")] != '-') continue; /* the next one */
+    if (!at) ck_abort_msg("csagrad %s has no option --%s", command, option);
+    char *own = strndup(at, end ? (size_t)(end - at) : strlen(at)), *to = own;
+    for (const char *from = own; *from; from++) /* lines are broken anywhere, inside the brackets too */
+        if (*from > ' ' || (to > own && to[-1] != ' ')) *to++ = *from > ' ' ? *from : ' ';
+    *to = 0;
+    const char *start = strstr(own, "(default: ");
+    if (start) said = strndup(start + 10, strcspn(start + 10, ")"));
+    if (!said) ck_abort_msg("csagrad %s: the help of --%s states no default: %s", command, option, own);
+    free(own);
+    free(help);
+    return said;
+}
+
 #endif

@@ -194,8 +194,10 @@ static void run_on_device(const cg_node *node, const cg_cuda_variant *variant, c
                               .workspace = c.workspace,
                               .error = &error,
                               .fault = c.fault};
+    cg_device_host_most_shared();
     if (!variant->launch[CG_BF16](&args, cg_device_stream(device)) || !cg_device_wait(device, &error))
         ck_abort_msg("%s: %s", variant->name, error.text);
+    expect_shared(variant, &as_bf16.node);
     cg_device_fault fault;
     ck_assert(cg_device_read(device, &fault, c.fault, sizeof fault, &error));
     ck_assert_int_eq(fault.what, 0);

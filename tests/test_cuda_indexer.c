@@ -78,9 +78,11 @@ static void call_run(call *c, const cg_cuda_variant *variant, uint64_t seed) {
                               .workspace = device_memory(workspace, NULL),
                               .error = &error,
                               .fault = device_memory(sizeof none, &none)};
+    cg_device_host_most_shared();
     if (!variant->launch[cg_node_dtype(&node)](&args, cg_device_stream(device)) ||
         !cg_device_wait(device, &error))
         ck_abort_msg("%s: %s", variant->name, error.text);
+    expect_shared(variant, &node);
     ck_assert(cg_device_read(device, &c->fault, args.fault, sizeof c->fault, &error));
     for (int s = 0; s < node.n_out; s++) {
         const int64_t n = cg_shape_count(&out[s].shape), bytes = cg_tensor_bytes(out[s].dtype, &out[s].shape);

@@ -274,6 +274,191 @@ START_TEST(variants_are_chosen) {
 }
 END_TEST
 
+/* Every op that has a faster kernel still has it. */
+START_TEST(no_variant_is_missing) {
+    static const char *const fast[] = {"accumulate",
+                                       "adamw",
+                                       "add",
+                                       "cast",
+                                       "cross_entropy",
+                                       "csa_attention",
+                                       "embedding",
+                                       "global_norm",
+                                       "grouped_linear",
+                                       "grouped_outer",
+                                       "hadamard",
+                                       "indexer_head_scores_grad",
+                                       "indexer_kl",
+                                       "indexer_kl_grad",
+                                       "indexer_topk",
+                                       "indexer_scores_at",
+                                       "matmul",
+                                       "mul",
+                                       "relu",
+                                       "relu_grad",
+                                       "rms_norm",
+                                       "rms_norm_grad",
+                                       "rope",
+                                       "swiglu",
+                                       "swiglu_grad",
+                                       "topk",
+                                       "embedding_grad",
+                                       "cross_entropy_grad",
+                                       "csa_attention_grad",
+                                       "indexer_scores_at_grad"};
+    static const char *const others[][2] = {{"csa_attention", "fast_wide"},
+                                            {"csa_attention", "wgmma"},
+                                            {"csa_attention_grad", "fast_wide"},
+                                            {"csa_attention_grad", "wgmma"},
+                                            {"indexer_topk", "wgmma"}};
+    const int n_fast = (int)(sizeof fast / sizeof *fast), n = n_fast + (int)(sizeof others / sizeof *others);
+    for (int i = 0; i < n; i++) {
+        const char *op = i < n_fast ? fast[i] : others[i - n_fast][0],
+                   *name = i < n_fast ? "fast" : others[i - n_fast][1];
+        const cg_cuda_op *kernels = cg_cuda_op_find(op);
+        bool found = false;
+        for (int v = 0; kernels && v < CG_CUDA_VARIANTS && kernels->variants[v].name; v++)
+            found |= !strcmp(kernels->variants[v].name, name);
+        if (!found) ck_abort_msg("%s has no variant %s", op, name);
+    }
+}
+END_TEST
+
+/* A node of an op, or the gradient of one, on leaves of sizes a, b and K; what they are is said below. */
+static const cg_node *sized_node(cg_graph *g, const char *op, cg_dtype real, int64_t a, int64_t b, int64_t K) {
+    const cg_dtype statistic = cg_statistic_dtype(real);
+#define LEAF(name, dtype, ...) cg_leaf(g, CG_LEAF_PARAMETER, name, dtype, CG_SHAPE(__VA_ARGS__))
+#define INTS(name, ...) cg_leaf(g, CG_LEAF_INPUT, name, CG_I32, CG_SHAPE(__VA_ARGS__))
+    cg_value *y = NULL;
+    if (!strncmp(op, "cross_entropy", 13))
+        y = cg_cross_entropy(g, LEAF("logits", real, 3, a), INTS("targets", 3));
+    if (!strncmp(op, "embedding", 9)) y = cg_embedding(g, LEAF("table", real, 5, a), INTS("tokens", 3));
+    if (!strcmp(op, "hadamard")) y = cg_hadamard(g, LEAF("x", real, 2, a));
+    if (!strncmp(op, "rms_norm", 8)) y = cg_rms_norm(g, LEAF("x", real, 2, a), LEAF("w", statistic, a), 1e-6);
+    if (!strcmp(op, "rope"))
+        y = cg_rope(g, LEAF("x", real, 2, a), INTS("positions", 2),
+                    &(cg_rope_attr){.n_rotary = b, .base = 100});
+    if (!strncmp(op, "indexer_kl", 10))
+        y = cg_indexer_kl(g, LEAF("scores", real, 2, K), cg_detach(g, LEAF("teacher", real, 2, K)),
+                          INTS("rows", 2, CG_ROW_FIELDS), CG_REDUCE_SUM, 1);
+    if (!strcmp(op, "topk")) y = cg_topk(g, LEAF("scores", real, 2, 5000), INTS("rows", 2, CG_ROW_FIELDS), K);
+    if (!strcmp(op, "indexer_topk"))
+        y = cg_indexer_topk(g, LEAF("q", real, 2, a, b), LEAF("w", real, 2, a), LEAF("k", real, 3000, b),
+                            INTS("rows", 2, CG_ROW_FIELDS), K);
+    if (!strncmp(op, "indexer_scores_at", 17))
+        y = cg_indexer_scores_at(g, LEAF("q", real, 2, a, b), LEAF("w", real, 2, a), LEAF("k", real, 3000, b),
+                                 INTS("topk", 2, K));
+    if (!strncmp(op, "csa_attention", 13))
+        y = cg_csa_attention(g, LEAF("q", real, 2, a, b), LEAF("kv", real, 2, b), LEAF("ckv", real, 3, b),
+                             LEAF("sink", statistic, a), INTS("topk", 2, K), INTS("rows", 2, CG_ROW_FIELDS), 4,
+                             1, CG_TEACHER_NONE)
+                .out;
+#undef LEAF
+#undef INTS
+    if (cg_graph_error(g) || !y) ck_abort_msg("%s: %s", op, y ? cg_graph_error(g)->text : "no such node");
+    if (!strcmp(y->producer->op->name, op)) return y->producer;
+    cg_value *seed = cg_leaf(g, CG_LEAF_INPUT, "seed", y->dtype, y->shape), *wrt[8], *grads[8];
+    int n = 0;
+    for (int v = 0; v < g->n_values && n < 8; v++)
+        if (g->values[v]->leaf && g->values[v]->needs_grad) wrt[n++] = g->values[v];
+    if (!cg_autodiff(g, &y, &seed, 1, wrt, n, grads)) ck_abort_msg("%s: %s", op, cg_graph_error(g)->text);
+    for (int i = 0; i < g->n_nodes; i++)
+        if (!strcmp(g->nodes[i]->op->name, op)) return g->nodes[i];
+    ck_abort_msg("%s was not built", op);
+    return NULL;
+}
+
+/* What runs a node of the largest size that a variant can do, and of the next. Packs are of 16 bytes; bf16 tiles have pieces
+ * of 8 columns. */
+START_TEST(sizes_choose_the_variant) {
+    static const struct {
+        const char *op;
+        cg_dtype real;
+        int64_t a, b, K;
+        const char *want;
+    } list[] = {
+        {"cross_entropy", CG_F32, 20, 0, 0, "fast"}, /* rows of whole packs */
+        {"cross_entropy", CG_F32, 22, 0, 0, "plain"},
+        {"cross_entropy", CG_F64, 22, 0, 0, "fast"},
+        {"cross_entropy", CG_F64, 21, 0, 0, "plain"},
+        {"cross_entropy", CG_BF16, 24, 0, 0, "fast"},
+        {"cross_entropy", CG_BF16, 20, 0, 0, "plain"},
+        {"cross_entropy_grad", CG_F32, 20, 0, 0, "fast"},
+        {"cross_entropy_grad", CG_F32, 22, 0, 0, "plain"},
+        {"embedding", CG_F32, 20, 0, 0, "fast"},
+        {"embedding", CG_F32, 18, 0, 0, "plain"},
+        {"embedding_grad", CG_F32, 20, 0, 0, "fast"},
+        {"embedding_grad", CG_F32, 18, 0, 0, "plain"},
+        {"rms_norm", CG_F32, 20, 0, 0, "fast"},
+        {"rms_norm", CG_F32, 18, 0, 0, "plain"},
+        {"rms_norm", CG_F32, 8196, 0, 0, "fast"},
+        {"rms_norm_grad", CG_F32, 18, 0, 0, "plain"},
+        {"rms_norm_grad", CG_F32, 8192, 0, 0, "fast"}, /* 8 packs for each of 256 threads */
+        {"rms_norm_grad", CG_F32, 8196, 0, 0, "plain"},
+        {"rope", CG_F32, 200, 128, 0, "fast"}, /* 64 pairs */
+        {"rope", CG_F32, 200, 132, 0, "plain"},
+        {"rope", CG_F32, 200, 126, 0, "plain"},
+        {"rope", CG_F32, 202, 128, 0, "plain"},
+        {"hadamard", CG_F32, 1024, 0, 0, "fast"}, /* 32 numbers a lane */
+        {"hadamard", CG_F32, 2048, 0, 0, "plain"},
+        {"indexer_kl", CG_F32, 0, 0, 1024, "fast"},
+        {"indexer_kl", CG_F32, 0, 0, 1025, "plain"},
+        {"indexer_kl", CG_F64, 0, 0, 1024, "plain"},
+        {"indexer_kl_grad", CG_F32, 0, 0, 1024, "fast"},
+        {"indexer_kl_grad", CG_F32, 0, 0, 1025, "plain"},
+        {"topk", CG_F32, 0, 0, 2048, "fast"}, /* what a warp keeps */
+        {"topk", CG_F32, 0, 0, 2049, "plain"},
+        {"indexer_topk", CG_F32, 65, 129, 2048, "fast"}, /* f32: any heads and channels */
+        {"indexer_topk", CG_F32, 4, 16, 2049, "plain"},
+        {"indexer_topk", CG_BF16, 64, 128, 16, "wgmma"},
+        {"indexer_topk", CG_BF16, 64, 40, 16, "wgmma"},
+        {"indexer_topk", CG_BF16, 64, 32, 16, "fast"},
+        {"indexer_topk", CG_BF16, 65, 128, 16, "plain"},
+        {"indexer_topk", CG_BF16, 64, 136, 16, "plain"},
+        {"indexer_topk", CG_BF16, 64, 36, 16, "plain"},
+        {"indexer_topk", CG_BF16, 4, 32, 2049, "plain"},
+        {"indexer_scores_at", CG_F32, 64, 128, 16, "fast"},
+        {"indexer_scores_at", CG_F32, 65, 128, 16, "plain"},
+        {"indexer_scores_at", CG_F32, 64, 129, 16, "plain"},
+        {"indexer_scores_at", CG_F32, 3, 13, 3000, "fast"},
+        {"indexer_scores_at", CG_BF16, 64, 128, 16, "fast"},
+        {"indexer_scores_at", CG_BF16, 64, 124, 16, "plain"},
+        {"indexer_scores_at_grad", CG_F32, 64, 128, 16, "fast"},
+        {"indexer_scores_at_grad", CG_F32, 65, 128, 16, "plain"},
+        {"indexer_scores_at_grad", CG_F32, 64, 129, 16, "plain"},
+        {"indexer_scores_at_grad", CG_F32, 4, 16, 2048, "fast"},
+        {"indexer_scores_at_grad", CG_F32, 4, 16, 2049, "plain"},
+        {"indexer_scores_at_grad", CG_BF16, 64, 124, 16, "plain"},
+        {"csa_attention", CG_F32, 16, 128, 4, "plain"}, /* tensor cores take bf16 alone */
+        {"csa_attention", CG_BF16, 17, 128, 4, "fast"},
+        {"csa_attention", CG_BF16, 16, 136, 4, "fast"},
+        {"csa_attention", CG_BF16, 17, 136, 4, "wgmma"},
+        {"csa_attention", CG_BF16, 64, 512, 4, "wgmma"},
+        {"csa_attention", CG_BF16, 64, 520, 4, "plain"},
+        {"csa_attention", CG_BF16, 4, 20, 4, "plain"},
+        {"csa_attention_grad", CG_BF16, 33, 128, 4, "fast"},
+        {"csa_attention_grad", CG_BF16, 32, 136, 4, "fast"},
+        {"csa_attention_grad", CG_BF16, 33, 136, 4, "wgmma"},
+        {"csa_attention_grad", CG_BF16, 33, 520, 4, "plain"},
+        {"csa_attention_grad", CG_BF16, 4, 20, 4, "plain"},
+    };
+    open_device();
+    for (size_t i = 0; i < sizeof list / sizeof *list && device_is_emulated(); i++) {
+        cg_error error = {0};
+        cg_device_kernel kernel;
+        cg_graph *g = cg_graph_new(&cg_all_ops);
+        const cg_node *node = sized_node(g, list[i].op, list[i].real, list[i].a, list[i].b, list[i].K);
+        if (!backend.kernel_of(&backend, node, &kernel, &error)) ck_abort_msg("%s", error.text);
+        if (strcmp(kernel.variant, list[i].want))
+            ck_abort_msg("%s in %s of %lld, %lld, %lld: variant %s is chosen, expected %s", list[i].op,
+                         cg_dtype_name(list[i].real), (long long)list[i].a, (long long)list[i].b,
+                         (long long)list[i].K, kernel.variant, list[i].want);
+        cg_graph_free(g);
+    }
+    close_device();
+}
+END_TEST
+
 /* A variant whose blocks need more shared memory than the device has is not chosen: lists of 2048 beside tiles of keys. */
 START_TEST(shared_memory_bounds_the_choice) {
     open_device();
@@ -324,6 +509,8 @@ int main(void) {
     tcase_add_test(tcase, tables_are_complete);
     tcase_add_loop_test(tcase, kernels_agree_with_the_cpu, 0, cg_all_ops.n);
     tcase_add_test(tcase, variants_are_chosen);
+    tcase_add_test(tcase, no_variant_is_missing);
+    tcase_add_test(tcase, sizes_choose_the_variant);
     tcase_add_test(tcase, shared_memory_bounds_the_choice);
     tcase_add_test(tcase, wgmma_works);
     SRunner *runner = srunner_create(suite);

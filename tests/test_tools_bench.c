@@ -5,6 +5,7 @@ static const char *const small = "bench --dims toy --seqs 40,64 --runs 1 ";
 
 /* Beside a run that was a thousand times as slow, then beside one a thousand times as fast. */
 static void compare(json_t *report) {
+    const json_t *extra = json_array_get(json_object_get(report, "rows"), 0); /* the indexer's loss, f32 */
     for (int faster = 0; faster < 2; faster++) {
         json_t *row;
         size_t i;
@@ -19,8 +20,13 @@ static void compare(json_t *report) {
         snprintf(command, sizeof command, "%s --parts indexer-loss --compare '%s'", small, path);
         outcome o = run_program(command);
         ck_assert_int_eq(o.code, faster ? CG_FAILED : 0);
-        holds(o.out, faster ? "2 of 2 rows have a counterpart, 2 got slower"
-                            : "2 of 2 rows have a counterpart, 0 got slower");
+        char said[100], *percent = default_of("bench", "tolerance");
+        snprintf(said, sizeof said, "2 of 2 rows have a counterpart, %d got slower by more than %s %%\n",
+                 faster ? 2 : 0, percent);
+        holds(o.out, said);
+        snprintf(said, sizeof said, "%.3f\n", (double)number(extra, "extra_peak_bytes") / 1048576);
+        holds(o.out, said); /* the last column, MiB */
+        free(percent);
         outcome_free(&o);
     }
 }

@@ -516,6 +516,11 @@ bool cg_host_tiles_are_fenced(void) { return !cg_host_this_thread->unfenced; }
 
 namespace {
 
+size_t most_shared;
+void note_shared(size_t bytes) {
+    if (bytes > most_shared) most_shared = bytes;
+}
+
 /* Memory that shared arrays are cut from, in order; between them lie guards. */
 enum { GUARD = 64, GUARD_BYTE = 0xa5 };
 const size_t chunk_bytes = (size_t)1 << 20;
@@ -590,6 +595,7 @@ void *cg_host_shared(const void *place, const char *name, size_t bytes, size_t a
             leave();
         }
         now.static_bytes += bytes;
+        note_shared(now.static_bytes + now.dynamic_bytes);
         if (now.static_bytes > MAX_STATIC || now.static_bytes + now.dynamic_bytes > MAX_SHARED) {
             fail(say("with %s the block has %zu bytes of static and %zu of dynamic shared memory; at most %d "
                      "static, "
@@ -658,6 +664,12 @@ bool run_block(int64_t number, uint3 index) {
 
 } // namespace
 
+size_t cg_host_most_shared(void) {
+    const size_t most = most_shared;
+    most_shared = 0;
+    return most;
+}
+
 bool cg_host_run(const char *kernel, dim3 grid, dim3 block, size_t shared_bytes, void (*run)(const void *),
                  const void *call, cg_error *error) {
     uint64_t threads = (uint64_t)block.x * block.y * block.z, blocks = (uint64_t)grid.x * grid.y * grid.z;
@@ -674,6 +686,7 @@ bool cg_host_run(const char *kernel, dim3 grid, dim3 block, size_t shared_bytes,
     if (shared_bytes > MAX_SHARED)
         return cg_fail(error, CG_FAILED, "kernel %s: %zu bytes of shared memory; a block has at most %d",
                        kernel, shared_bytes, MAX_SHARED);
+    note_shared(shared_bytes);
     if (blocks == 0) return true;
     now.kernel = kernel;
     now.run = run;

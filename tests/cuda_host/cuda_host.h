@@ -354,6 +354,9 @@ template <int N> void cg_cp_async_wait(void) {
     }
 }
 
+/* The most shared memory that a block of any launch since the last call had, static arrays included. */
+size_t cg_host_most_shared(void);
+
 /* ---- tiles that products of a warpgroup read: what a thread wrote there, or had copied, it fences first ---- */
 
 void cg_host_wrote_tile(void);

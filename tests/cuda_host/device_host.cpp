@@ -155,6 +155,7 @@ extern "C" {
 
 void cg_device_host_seed(uint64_t seed) { cg_host_seed(seed); }
 void cg_device_host_shared(size_t bytes) { shared_bytes = bytes; }
+size_t cg_device_host_most_shared(void) { return cg_host_most_shared(); }
 
 /* ---- device, memory ---- */
 

@@ -53,6 +53,9 @@ void cg_device_host_seed(uint64_t seed);
 /* The most shared memory of a block that the device says it has, from now on. */
 void cg_device_host_shared(size_t bytes);
 
+/* The most shared memory that a block had since the last call, static arrays included; 0: nothing was launched. */
+size_t cg_device_host_most_shared(void);
+
 #ifdef __cplusplus
 }
 #endif
