@@ -710,7 +710,8 @@ START_TEST(npz_headers_disagree) {
 }
 END_TEST
 
-/* Stored, deflated, streamed and zip64 members before a comment, which may look like the end of another archive. */
+/* Stored, deflated, streamed and zip64 members before a comment, which may look like the end of another
+ * archive. */
 START_TEST(npz_comments) {
     bytes npy = small_npy();
     choose_path("comment.npz");
