@@ -23,7 +23,8 @@ void cg_archive_close(cg_archive *archive); /* NULL is fine */
 
 const char *cg_archive_format(const cg_archive *archive); /* "safetensors", "npy" or "npz" */
 
-/* All that the file holds, in its order, and of that what is read. Data and its copies are those of `tensor`. */
+/* All that the file holds, in its order, and of that what is read. Data and its copies are those of
+ * `tensor`. */
 int cg_archive_n_entries(const cg_archive *archive);
 const cg_entry *cg_archive_entry(const cg_archive *archive, int i);
 const cg_entry *cg_archive_unread(const cg_archive *archive, const char *name); /* NULL: absent, or read */

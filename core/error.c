@@ -7,10 +7,13 @@
 
 /* A path or a word of a file may hold anything; the sentence stays one line, moves no cursor and is UTF-8. */
 static void put_clean(char *to, size_t room, const char *from) {
-    for (size_t left = strlen(from), n; left > 0 && room > CG_SHOWN_LETTER; from += n, left -= n) {
-        char *begin = to;
-        n = cg_shown_letter(&to, from, left);
-        room -= (size_t)(to - begin);
+    for (size_t left = strlen(from), n; left > 0; from += n, left -= n) {
+        char letter[CG_SHOWN_LETTER + 1], *end = letter;
+        n = cg_shown_letter(&end, from, left);
+        const size_t bytes = (size_t)(end - letter);
+        if (bytes >= room) break;
+        to = (char *)memcpy(to, letter, bytes) + bytes;
+        room -= bytes;
     }
     *to = 0;
 }

@@ -140,8 +140,8 @@ static bool skip_fields(cursor *c) {
     return fail_here(c, "']' behind the fields of a dtype");
 }
 
-/* Bytes of an element that is not read, from a letter and digits: c8, S3, U2 (of four bytes each), M8[ns]. 0: the header
- * does not say, as for objects, which are pickled. -1: no name of NumPy's. */
+/* Bytes of an element that is not read, from a letter and digits: c8, S3, U2 (of four bytes each), M8[ns]. 0:
+ * the header does not say, as for objects, which are pickled. -1: no name of NumPy's. */
 static int64_t unread_bytes(word name) {
     const char *digits = name.bytes > 1 ? name.text + 1 : "";
     int64_t n = 0, i = 0;

@@ -1,8 +1,9 @@
 /* safetensors files: 8-byte little-endian header length, JSON header, raw little-endian data.
  *
- * Read: F32 F64 BF16 F16, whole numbers of 8 to 64 bits with sign and without, BOOL; at most CG_MAX_DIMS dimensions,
- * scalars (shape []) and tensors of no element, a header of at most 100 MB as in the reference implementation.
- * Tensors of other dtypes (F8_E4M3, C64, one that is not known here) are listed and not read. Unknown keys are refused.
+ * Read: F32 F64 BF16 F16, whole numbers of 8 to 64 bits with sign and without, BOOL; at most CG_MAX_DIMS
+ * dimensions, scalars (shape []) and tensors of no element, a header of at most 100 MB as in the reference
+ * implementation. Tensors of other dtypes (F8_E4M3, C64, one that is not known here) are listed and not read.
+ * Unknown keys are refused.
  */
 #ifndef CG_CORE_SAFETENSORS_H
 #define CG_CORE_SAFETENSORS_H
@@ -28,8 +29,8 @@ typedef struct cg_entry {
 typedef struct cg_safetensors cg_safetensors;
 
 /* Open and check a whole file (the data is memory-mapped, nothing is copied). Refuses, in one sentence with
- * file and tensor name: a header that is cut or longer than the file, JSON that does not parse, a repeated
- * name or key (also through an escape), a shape whose bytes differ from the byte range, where the dtype is known,
+ * file and tensor name: a header that is cut or longer than the file, JSON that does not parse, a repeated name
+ * or key (also through an escape), a shape whose bytes differ from the byte range, where the dtype is known,
  * ranges that overlap, leave a hole, or leave bytes at the end. NULL on failure.
  *
  * The data is read-only memory, and a file of another writer may place it at any byte address: copy it out

@@ -12,9 +12,9 @@ typedef struct cg_shown_word {
     char text[4 * 80 + 4];
 } cg_shown_word;
 
-/* On one line: control characters, those that turn the direction of writing among them, show as \x1b or \u202e, bytes
- * that are no UTF-8 as \xff; and cut behind about 76 bytes with "...", never inside a letter, so that it does not hide
- * the rest of the sentence. What comes out is UTF-8. */
+/* On one line: control characters, those that turn the direction of writing among them, show as \x1b or \u202e,
+ * bytes that are no UTF-8 as \xff; and cut behind about 76 bytes with "...", never inside a letter, so that it
+ * does not hide the rest of the sentence. What comes out is UTF-8. */
 cg_shown_word cg_shown(const char *word);
 
 /* The same for bytes that no 0 ends. A 0 among them shows as \x00. */
@@ -23,8 +23,8 @@ cg_shown_word cg_shown_bytes(const char *word, size_t bytes);
 /* The letter at `text`, which has `bytes` more: its length, and its number in *letter. 0: no UTF-8. */
 size_t cg_utf8_letter(const char *text, size_t bytes, uint32_t *letter);
 
-/* One letter, or one byte that is none, as it may be shown: *to moves on behind it, by at most CG_SHOWN_LETTER bytes and
- * 4 for each that was taken. Returns those. */
+/* One letter, or one byte that is none, as it may be shown; *to moves on behind it, by CG_SHOWN_LETTER bytes at
+ * most, and needs room for a 0 as well. Returns how many bytes were taken. */
 enum { CG_SHOWN_LETTER = 6 };
 size_t cg_shown_letter(char **to, const char *from, size_t bytes);
 

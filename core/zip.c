@@ -83,8 +83,9 @@ static bool read_end(const archive *a, uint64_t end_at, directory *d, cg_error *
     return true;
 }
 
-/* The end record stands before a comment of at most 65535 bytes, which may hold what looks like one. So all that reach
- * to the end of the archive are tried: one alone must fit, or readers would see different archives. */
+/* The end record stands before a comment of at most 65535 bytes, which may hold what looks like one. So all
+ * that reach to the end of the archive are tried: one alone must fit, or readers would see different
+ * archives. */
 static bool find_directory(const archive *a, directory *found, cg_error *error) {
     cg_error misfit = {0};
     int n_fit = 0;

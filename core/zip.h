@@ -1,7 +1,8 @@
 /* zip archives in memory, as far as .npz files need: where the members are, and their bytes.
  *
- * Read: stored and deflated members, zip64, sizes behind the data (data descriptors), a comment at the end. The rest is
- * refused: archives of several disks, or with bytes before or behind them, encrypted members, other packing methods.
+ * Read: stored and deflated members, zip64, sizes behind the data (data descriptors), a comment at the end. The
+ * rest is refused: archives of several disks, or with bytes before or behind them, encrypted members, other
+ * packing methods.
  */
 #ifndef CG_CORE_ZIP_H
 #define CG_CORE_ZIP_H

@@ -111,8 +111,9 @@ typedef struct cg_dump_options {
  * be wider than topk or narrower. Rows of padding may hold anything, in lists too. Facts that contradict are
  * refused: a mask of rows beside other offsets, offsets that are swapped.
  *
- * Lists, offsets and masks may have whole numbers of any size, masks truth values too. A tensor whose elements are
- * not read (core/safetensors.h) is refused where it has one of the names above, and passed over where it has none. */
+ * Lists, offsets and masks may have whole numbers of any size, masks truth values too. A tensor whose elements
+ * are not read (core/safetensors.h) is refused where it has one of the names above, and passed over where it
+ * has none. */
 cg_dump *cg_dump_open(const cg_dump_options *options, cg_error *error);
 void cg_dump_close(cg_dump *dump); /* NULL is fine */
 

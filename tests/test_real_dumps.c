@@ -373,7 +373,8 @@ START_TEST(a_float32_loss_in_float64) {
 }
 END_TEST
 
-/* Where inputs are so large that rounding explains everything, no scale of them can be told: none is looked for. */
+/* Where inputs are so large that rounding explains everything, no scale of them can be told: none is looked
+ * for. */
 START_TEST(numbers_that_say_nothing_cost_little) {
     changed y = copy_of(TEST_DATA_DIR "/dumps/sb_old.safetensors");
     cg_tensor *query = tensor_of(&y, "in.query");

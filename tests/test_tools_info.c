@@ -164,7 +164,8 @@ START_TEST(lists) {
 }
 END_TEST
 
-/* Elements of every kind beside those that are not read; names that are wide, joined, or obeyed by terminals. */
+/* Elements of every kind beside those that are not read; names that are wide, joined, or obeyed by
+ * terminals. */
 START_TEST(every_kind) {
     static const struct {
         const char *name, *dtype, *shape;

@@ -40,8 +40,8 @@ void table_cell(table *t, const char *format, ...) {
 
 static const char *text_of(const table *t, size_t i) { return i < t->n ? t->cells[i] : ""; }
 
-/* Columns of a terminal that a text takes: a letter may take two, or none when it joins the one before. What is no
- * UTF-8 counts one for each byte, as does every letter where the machine has no UTF-8 locale to ask. */
+/* Columns of a terminal that a text takes: a letter may take two, or none when it joins the one before. What is
+ * no UTF-8 counts one for each byte, as does every letter where the machine has no UTF-8 locale to ask. */
 static size_t columns_of(const char *text) {
     size_t columns = 0, left = strlen(text);
     while (left > 0) {

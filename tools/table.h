@@ -1,4 +1,5 @@
-/* Tables for people: columns as wide as their widest cell on a terminal, where letters may be wide or join others. */
+/* Tables for people: columns as wide as their widest cell on a terminal, where letters may be wide or join
+ * others. */
 #ifndef CG_TOOLS_TABLE_H
 #define CG_TOOLS_TABLE_H
 

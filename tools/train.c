@@ -576,7 +576,8 @@ static void print_notes(const run *r, const char *changes) {
                 r->started_step + 1, changes);
 }
 
-/* decay_steps does not follow steps, so that a run cut short and resumed is the same run: say where they are far apart. */
+/* decay_steps does not follow steps, so that a run cut short and resumed is the same run: say where they are
+ * far apart. */
 static void print_decay(const cg_config *c) {
     if (c->min_lr_ratio == 1 || c->learning_rate == 0) return;
     if (c->steps < c->decay_steps / 2.0)
