@@ -37,7 +37,7 @@
 #include <oneapi/dnnl/dnnl.h>
 #endif
 
-_Thread_local volatile sig_atomic_t cg_in_onednn;
+__thread volatile sig_atomic_t cg_in_onednn;
 
 static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t parts_of(int64_t whole, int64_t part) { return (whole + part - 1) / part; }

@@ -41,6 +41,6 @@ bool cg_gemm_serial(const cg_gemm *gemm, const void *a, const void *b, void *c, 
 
 /* Not 0 while the thread has oneDNN make a kernel or a handle; 2.6 then writes to blocks that it was refused. For a signal
  * handler that tells such a fault from others. */
-extern _Thread_local volatile sig_atomic_t cg_in_onednn;
+extern __thread volatile sig_atomic_t cg_in_onednn;
 
 #endif
