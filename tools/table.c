@@ -26,6 +26,7 @@ table *table_new(const char *columns) {
 }
 
 void table_cell(table *t, const char *format, ...) {
+    if (!t) return;
     if (t->n == t->capacity) {
         t->capacity = t->capacity ? 2 * t->capacity : 64;
         t->cells = tool_realloc(t->cells, t->capacity * sizeof *t->cells);

@@ -8,7 +8,7 @@ typedef struct table table;
 /* One letter per column: 'l' left, 'r' right. Where memory runs out, the program ends. */
 table *table_new(const char *columns);
 
-/* The next cell, row by row; the first row is the title and is underlined. */
+/* The next cell, row by row; the first row is the title and is underlined. NULL: nothing, where JSON is wanted instead. */
 void table_cell(table *t, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* Print to stdout and free. */
