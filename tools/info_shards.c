@@ -198,13 +198,12 @@ static int print_index(const info *in, const char *program, const char *path) {
 }
 
 bool info_is_index(const char *path) {
-    char start[8] = "";
+    char start[9] = "";
     FILE *file = fopen(path, "rb");
-    size_t n = file ? fread(start, 1, sizeof start, file) : 0;
+    size_t n = file ? fread(start, 1, sizeof start - 1, file) : 0;
     if (file) fclose(file);
-    for (size_t i = 0; i < n; i++) /* the length that a safetensors file begins with has zeros */
-        if (!start[i]) return false;
-    return n > 0 && start[strspn(start, " \t\r\n") < n ? strspn(start, " \t\r\n") : 0] == '{';
+    /* the length that a safetensors file begins with has zeros */
+    return strlen(start) == n && start[strspn(start, " \t\r\n")] == '{';
 }
 
 /* ---- a folder ---- */
