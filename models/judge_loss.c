@@ -356,17 +356,20 @@ static bool find_factor(facts *f) {
     const unsigned off = f->parts & GRADIENTS & ~f->as_expected;
     int64_t n = 0, rows = 0;
     double width = INFINITY;
+    bool exact = true; /* without coarser arithmetic than needs no evidence */
     if (!off || !factor_of(f->s, &f->beside, off, &f->factor)) return false;
     for (int q = Q_GRAD_Q; q <= Q_GRAD_K; q++) {
         const judge_stat *stat = &f->beside.stats[q];
-        const judge_factor *own = &stat->factor[f->s->j->own[judge_quantity[q].id]];
+        const judge_factor *own = &stat->factor[f->s->j->own[judge_quantity[q].id]],
+                           *free = &stat->factor[f->s->j->free[judge_quantity[q].id]];
         if (!(off & PART(q))) continue;
+        exact &= free->lo <= free->hi;
         n += own->n;
         rows += stat->beyond;
         width = fmin(width, own->hi - own->lo);
     }
-    const bool simple = n >= 4 && width < 1e-3 * fabs(f->factor) && is_simple(f->factor);
-    return simple || (n >= 6 && rows >= 3 && !(off & f->unsure));
+    const bool simple = exact && n >= 4 && width < 1e-3 * fabs(f->factor) && is_simple(f->factor);
+    return simple || (n >= (exact ? 6 : 24) && rows >= 3 && !(off & f->unsure));
 }
 
 static bool same_contract(const cg_contract *a, const cg_contract *b) {
@@ -511,10 +514,12 @@ static bool find_scale(facts *f, judge_level level, bool *done) {
             if (!judge_search_compare(s, NULL, false, &f->beside) || !look(s, false) ||
                 !find_joint(f, level, false, done))
                 return false;
-            *done &= f->joint.beside.numbers >= 3;
+            /* many scales are tried: with a contract that is far off too, one would fit some numbers */
+            *done &= f->joint.beside.numbers >= 3 && judge_cost(&f->joint.choice.c, &s->expected) < 2;
         }
         if (!*done) {
             *to[which] = before[which];
+            f->joint = (finding){0};
             if (!judge_search_compare(s, NULL, false, &f->beside)) return false;
             continue;
         }

@@ -210,7 +210,11 @@ static uint64_t fit_factors(const search *s, const piece *p, cg_dump_id id, int6
         lo = fmax(lo, ratio - room), hi = fmin(hi, ratio + room);
         says = true;
     }
-    if (!some && says) return mask & (UINT64_C(1) << ZERO_FACTOR); /* no gradient where there should be one */
+    if (!some && says) { /* no gradient where there should be one, unless its factor is 0 */
+        uint64_t zero = UINT64_C(1) << ZERO_FACTOR;
+        for (int k = 0; k < FACTORS; k++) zero |= p->factors[k] == 0 ? UINT64_C(1) << k : 0;
+        return mask & zero;
+    }
     uint64_t left = !some ? mask & (DIRECTION | UINT64_C(1) << ZERO_FACTOR) : 0;
     double largest_factor = 0;
     for (int k = 0; k < FACTORS; k++) {

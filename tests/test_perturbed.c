@@ -333,7 +333,11 @@ END_TEST
 
 START_TEST(random_numbers_get_no_contract) {
     n_bad = 0;
-    for (int64_t i = 0; i < share(RANDOM); i++) {
+    static const int64_t missed[] = {3538, 3546, 4173, 5190,
+                                     5329, 5333, 5358, 9517}; /* once judged wrongly: in every run */
+    const int64_t n = share(RANDOM), n_missed = sizeof missed / sizeof *missed;
+    for (int64_t at = 0; at < n + n_missed; at++) {
+        const int64_t i = at < n ? at : missed[at - n];
         dice d = {.seed = 1000000 + (uint64_t)i};
         if (is_passed_over(d.seed)) continue;
         memory y;
@@ -452,7 +456,12 @@ static void compute(const made *m, const cg_contract *value, const cg_contract *
 START_TEST(planted_changes_get_no_wrong_name) {
     int named = 0, silent = 0, equal = 0;
     n_bad = 0;
-    for (int64_t i = 0; i < share(PLANTED); i++) {
+    static const int64_t missed[] = {
+        149,  166,  523,  552,  938,  1041, 1048,
+        1111, 1165, 1354, 1599, 1617, 1926}; /* once judged wrongly: in every run */
+    const int64_t n = share(PLANTED), n_missed = sizeof missed / sizeof *missed;
+    for (int64_t at = 0; at < n + n_missed; at++) {
+        const int64_t i = at < n ? at : missed[at - n];
         dice d = {.seed = 5000000 + (uint64_t)i};
         if (is_passed_over(d.seed)) continue;
         made m = make(&d, i % 4 != 0);
@@ -483,7 +492,11 @@ START_TEST(planted_changes_get_no_wrong_name) {
                  k++) { /* without a contract, a fault of it must be the planted one */
                 int f = 0;
                 while (f < CG_FAULTS && strcmp(cg_fault_name(f), v->faults[k])) f++;
-                if (f < CG_FAULTS && !(truth.faults >> f & 1)) complain("planted", d.seed, v);
+                if (f < CG_FAULTS && !(truth.faults >> f & 1)) {
+                    char was[400];
+                    complain("planted", d.seed, v);
+                    printf("    it was %s\n", cg_contract_text(&truth, was, sizeof was));
+                }
             }
         }
         free(v);
