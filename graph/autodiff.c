@@ -51,7 +51,7 @@ static void differentiate(cg_graph *graph, const cg_node *node, cg_value **grads
     }
     cg_value **din = calloc((size_t)node->n_in, sizeof *din);
     if (!din) {
-        cg_fail(&graph->error, CG_FAILED, "out of memory in autodiff");
+        cg_graph_no_memory(graph, "in autodiff");
         return;
     }
     strcpy(graph->scope, node->scope);
@@ -74,7 +74,7 @@ bool cg_autodiff(cg_graph *graph, cg_value *const *outputs, cg_value *const *see
     int n_forward = graph->n_nodes, n_values = graph->n_values;
     cg_value **of_value = calloc((size_t)n_values + 1, sizeof *of_value);
     if (!of_value) {
-        cg_fail(&graph->error, CG_FAILED, "out of memory in autodiff");
+        cg_graph_no_memory(graph, "in autodiff");
         return false;
     }
     char outer_scope[sizeof graph->scope];

@@ -42,7 +42,7 @@ bool cg_hold_constants(cg_graph *graph) {
     bool *moves = calloc(2 * (size_t)n_values + 1, sizeof *moves); /* a copy of each value may come behind */
     cg_value **held = calloc((size_t)n_values + 1, sizeof *held);  /* by value id: its copy */
     cg_node **order = malloc((size_t)(n_nodes + n_values + 1) * sizeof *order);
-    if (!moves || !held || !order) cg_fail(&graph->error, CG_FAILED, "out of memory while constants are held");
+    if (!moves || !held || !order) cg_graph_no_memory(graph, "while constants are held");
     if (!graph->ops->hold) cg_graph_fail(graph, "constants cannot be held: the set of ops has no hold");
     for (int v = 0; v < n_values && moves; v++)
         moves[v] = graph->values[v]->leaf && graph->values[v]->needs_grad;

@@ -21,10 +21,7 @@ static void *pool_take(cg_graph *graph, size_t bytes) {
     if (!block || block->size - block->used < bytes) {
         size_t size = bytes > 65536 ? bytes : 65536;
         block = malloc(sizeof *block + size);
-        if (!block) {
-            cg_fail(&graph->error, CG_FAILED, "out of memory while the graph is built (%zu bytes)", size);
-            return NULL;
-        }
+        if (!block) return cg_graph_no_memory(graph, "while the graph is built");
         *block = (pool_block){graph->pool->head, 0, size};
         graph->pool->head = block;
     }
@@ -43,7 +40,7 @@ static bool grow(cg_graph *graph, void **array, int *capacity, int n, size_t ele
     if (n < *capacity) return true;
     int larger = *capacity ? 2 * *capacity : 256;
     void *p = realloc(*array, (size_t)larger * element);
-    if (!p) return cg_fail(&graph->error, CG_FAILED, "out of memory while the graph is built");
+    if (!p) return cg_graph_no_memory(graph, "while the graph is built");
     *array = p;
     *capacity = larger;
     return true;
@@ -90,6 +87,11 @@ cg_value *cg_graph_fail(cg_graph *graph, const char *format, ...) {
     va_start(args, format);
     fail_in_scope(graph, NULL, format, args);
     va_end(args);
+    return NULL;
+}
+
+cg_value *cg_graph_no_memory(cg_graph *graph, const char *when) {
+    cg_fail(&graph->error, CG_FAILED, "out of memory %s", when);
     return NULL;
 }
 

@@ -90,6 +90,9 @@ const cg_error *cg_graph_error(const cg_graph *graph);
 /* Fail the graph with a sentence, the current scope put before it; returns NULL. */
 cg_value *cg_graph_fail(cg_graph *graph, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+/* Fail it as the machine, and not the graph, is to blame: "out of memory" and `when`, "in autodiff" say; returns NULL. */
+cg_value *cg_graph_no_memory(cg_graph *graph, const char *when);
+
 /* Enter a scope ("layer%d"), a path component; leave it again. */
 void cg_scope_push(cg_graph *graph, const char *format, ...) __attribute__((format(printf, 2, 3)));
 void cg_scope_pop(cg_graph *graph);

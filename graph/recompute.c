@@ -140,7 +140,7 @@ static bool append(rewrite *r, cg_node *node) {
         int larger = 2 * r->order_capacity + 256;
         cg_node **order = realloc(r->order, (size_t)larger * sizeof *order);
         if (!order) {
-            cg_fail(&r->graph->error, CG_FAILED, "out of memory in recompute");
+            cg_graph_no_memory(r->graph, "in recompute");
             return false;
         }
         r->order = order;
@@ -176,10 +176,7 @@ static cg_value *rebuild(rewrite *r, cg_value *value) {
     if (r->clone[value->id]) return r->clone[value->id];
     cg_node *node = value->producer;
     cg_value **in = calloc((size_t)node->n_in + 1, sizeof *in);
-    if (!in) {
-        cg_fail(&r->graph->error, CG_FAILED, "out of memory in recompute");
-        return NULL;
-    }
+    if (!in) return cg_graph_no_memory(r->graph, "in recompute");
     for (int i = 0; i < node->n_in; i++) in[i] = rebuild(r, node->in[i]);
     strcpy(r->graph->scope, node->scope);
     r->graph->cause = node;
@@ -225,7 +222,7 @@ static bool redirect(rewrite *r, cg_rewrite *undo, cg_node *node, int i) {
     if (undo->n_edges == undo->edge_capacity) {
         int larger = 2 * undo->edge_capacity + 64;
         edge *edges = realloc(undo->edges, (size_t)larger * sizeof *edges);
-        if (!edges) return cg_fail(&r->graph->error, CG_FAILED, "out of memory in recompute");
+        if (!edges) return cg_graph_no_memory(r->graph, "in recompute");
         undo->edges = edges;
         undo->edge_capacity = larger;
     }
@@ -260,7 +257,7 @@ static bool rewrite_graph(cg_graph *graph, const bool *chosen, int *n_clones, cg
     size_t n_values = (size_t)graph->n_values;
     r.clone = calloc(n_values + 1, sizeof *r.clone);
     r.changed = malloc((n_values + 1) * sizeof *r.changed);
-    if (!r.clone || !r.changed) cg_fail(&graph->error, CG_FAILED, "out of memory in recompute");
+    if (!r.clone || !r.changed) cg_graph_no_memory(graph, "in recompute");
     for (size_t v = 0; r.changed && v < n_values; v++) r.changed[v] = -1;
     char outer_scope[sizeof graph->scope];
     memcpy(outer_scope, graph->scope, sizeof outer_scope);
@@ -325,8 +322,8 @@ void cg_recompute_undo(cg_graph *graph, cg_rewrite *undo) {
 bool cg_recompute(cg_graph *graph, const char *policy, int *n_clones) {
     if (n_clones) *n_clones = 0;
     bool *chosen = calloc((size_t)graph->n_nodes + 1, sizeof *chosen);
-    bool ok = chosen ? cg_recompute_match(graph, policy, chosen)
-                     : (cg_fail(&graph->error, CG_FAILED, "out of memory in recompute"), false);
+    bool ok =
+        chosen ? cg_recompute_match(graph, policy, chosen) : (cg_graph_no_memory(graph, "in recompute"), false);
     ok = ok && cg_recompute_nodes(graph, chosen, n_clones);
     free(chosen);
     return ok;

@@ -624,15 +624,19 @@ void judge_fault(judge *j, const char *name) {
         snprintf(j->v->faults[j->v->n_faults++], sizeof j->v->faults[0], "%s", name);
 }
 
-static bool differs(const cg_quantity *q) { return !q->ok && !q->unsure && !q->unjudged; }
+/* Whether an answer from number `from` on is another than the expected, whatever the arithmetic. */
+static bool any_differs(const cg_verdict *v, int from) {
+    for (int i = from; i < v->n_quantities; i++) {
+        const cg_quantity *q = &v->quantities[i];
+        if (!q->ok && !q->unsure && !q->unjudged) return true;
+    }
+    return false;
+}
 
-/* Among answers of one part, from number `from` on, some may be explained by nothing: then coarse arithmetic explains none of
- * them, since what is wrong with those may be what the others show. */
-static void doubt_arithmetic(judge *j, int from) {
-    cg_verdict *v = j->v;
-    bool other = false;
-    for (int i = from; i < v->n_quantities; i++) other |= differs(&v->quantities[i]);
-    for (int i = from; i < v->n_quantities && other; i++) {
+/* Coarse arithmetic explains no answer from number `from` on: what is wrong with others that nothing explains may be
+ * what these show. */
+static void doubt_arithmetic(cg_verdict *v, int from) {
+    for (int i = from; i < v->n_quantities; i++) {
         cg_quantity *q = &v->quantities[i];
         if (!q->computed_in) continue;
         q->ok = false, q->unsure = true;
@@ -669,10 +673,12 @@ static cg_verdict *make_verdict(const cg_dump *d, const cg_verdict_options *o, c
     bool ok = judge_open(&j, d, o, v, error) && judge_selection(&j, error);
     const int faults = v->n_faults, from = v->n_quantities;
     ok = ok && judge_attention(&j, error);
-    if (v->n_faults == faults) doubt_arithmetic(&j, from);
+    const bool unexplained = v->n_faults == faults && any_differs(v, from);
+    if (unexplained) doubt_arithmetic(v, from);
     const int known = v->n_faults, loss_from = v->n_quantities;
     ok = ok && judge_loss(&j, &expected, error);
-    if (v->n_faults == known && !v->identified) doubt_arithmetic(&j, loss_from);
+    if (v->n_faults == known && !v->identified && (unexplained || any_differs(v, loss_from)))
+        doubt_arithmetic(v, loss_from); /* the teacher is made of the attention */
     if (ok) say_arithmetic(&j);
     judge_close(&j);
     if (ok && !v->n_quantities)
@@ -682,12 +688,8 @@ static cg_verdict *make_verdict(const cg_dump *d, const cg_verdict_options *o, c
     if (ok) {
         v->expected = expected;
         v->match = v->n_faults == 0;
-        bool other = false;
-        for (int i = 0; i < v->n_quantities; i++) {
-            v->match &= v->quantities[i].ok;
-            other |= differs(&v->quantities[i]);
-        }
-        v->cannot_tell = !v->match && !other && v->n_faults == 0;
+        for (int i = 0; i < v->n_quantities; i++) v->match &= v->quantities[i].ok;
+        v->cannot_tell = !v->match && !any_differs(v, 0) && v->n_faults == 0;
         return v;
     }
     free(v);

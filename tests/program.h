@@ -94,6 +94,15 @@ static inline double real_of(const json_t *object, const char *key) {
     return json_number_value(value);
 }
 
+/* main() of a suite whose programs run in `folder`: makes it, and removes it with all that they left. */
+static inline int suite_run_in_folder(const char *name, const TTest *const *tests, int n) {
+    char command[256];
+    if (!mkdtemp(folder)) return EXIT_FAILURE;
+    const int code = suite_run(name, tests, n);
+    snprintf(command, sizeof command, "rm -rf '%s'", folder);
+    return system(command) ? EXIT_FAILURE : code;
+}
+
 /* What a command's help says that an option has where it is not given: "thd" of "--layout=NAME (default: thd)".
  * malloc'd. */
 static inline char *default_of(const char *command, const char *option) {
@@ -102,7 +111,7 @@ static inline char *default_of(const char *command, const char *option) {
     char *help = good(text);
     snprintf(text, sizeof text, " --%s=", option);
     const char *at = strstr(help, text), *end = at;
-    while (end && (end = strchr(end + 1, '\n')) && end[1 + strspn(end + 1, " ")] != '-') continue; /* the next one */
+    while (end && (end = strchr(end + 1, '\n')) && end[1 + strspn(end + 1, " ")] != '-') continue;
     if (!at) ck_abort_msg("csagrad %s has no option --%s", command, option);
     char *own = strndup(at, end ? (size_t)(end - at) : strlen(at)), *to = own;
     for (const char *from = own; *from; from++) /* lines are broken anywhere, inside the brackets too */

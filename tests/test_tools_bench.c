@@ -83,15 +83,7 @@ START_TEST(refusals) {
 }
 END_TEST
 
-static int run_all(void) {
-    const TTest *const tests[] = {rows_and_comparison, ops_of_a_step, refusals};
-    return suite_run("tools_bench", tests, 3);
-}
-
 int main(void) {
-    if (!mkdtemp(folder)) return EXIT_FAILURE;
-    int code = run_all();
-    char command[256];
-    snprintf(command, sizeof command, "rm -rf '%s'", folder);
-    return system(command) ? EXIT_FAILURE : code;
+    const TTest *const tests[] = {rows_and_comparison, ops_of_a_step, refusals};
+    return suite_run_in_folder("tools_bench", tests, 3);
 }

@@ -120,15 +120,7 @@ START_TEST(bad_devices) {
 }
 END_TEST
 
-static int run_all(void) {
-    const TTest *const tests[] = {training, checks, a_dump_of_the_device, memory, times, bad_devices};
-    return suite_run("tools_cuda", tests, 6);
-}
-
 int main(void) {
-    if (!mkdtemp(folder)) return EXIT_FAILURE;
-    int code = run_all();
-    char command[256];
-    snprintf(command, sizeof command, "rm -rf '%s'", folder);
-    return system(command) ? EXIT_FAILURE : code;
+    const TTest *const tests[] = {training, checks, a_dump_of_the_device, memory, times, bad_devices};
+    return suite_run_in_folder("tools_cuda", tests, 6);
 }

@@ -163,15 +163,7 @@ START_TEST(tables_of_memory_in_mib) {
 }
 END_TEST
 
-static int run_all(void) {
-    const TTest *const tests[] = {defaults_of_keys, defaults_of_options, a_run_in_mib, tables_of_memory_in_mib};
-    return suite_run("tools_words", tests, (int)(sizeof tests / sizeof *tests));
-}
-
 int main(void) {
-    if (!mkdtemp(folder)) return EXIT_FAILURE;
-    int code = run_all();
-    char command[256];
-    snprintf(command, sizeof command, "rm -rf '%s'", folder);
-    return system(command) ? EXIT_FAILURE : code;
+    const TTest *const tests[] = {defaults_of_keys, defaults_of_options, a_run_in_mib, tables_of_memory_in_mib};
+    return suite_run_in_folder("tools_words", tests, (int)(sizeof tests / sizeof *tests));
 }

@@ -91,7 +91,7 @@ static json_t *values_json(const info *in, const cg_tensor *t) {
 json_t *info_entry_json(const info *in, const cg_entry *e) {
     json_t *shape = json_array();
     for (int d = 0; d < e->shape.n_dims; d++) json_array_append_new(shape, json_integer(e->shape.dims[d]));
-    json_t *entry = json_pack("{s:o, s:s, s:o, s:I, s:b}", "name", json_words(e->name), "dtype", e->dtype, "shape", shape,
+    json_t *entry = json_pack("{s:s, s:s, s:o, s:I, s:b}", "name", e->name, "dtype", e->dtype, "shape", shape,
                               "bytes", (json_int_t)e->bytes, "read", e->tensor != NULL);
     if (in->values > 0 && e->tensor) json_object_set_new(entry, "values", values_json(in, e->tensor));
     return entry;

@@ -48,12 +48,6 @@ static int end_with(const char *program, const char *path, json_t *problems) {
     return n ? tool_failed(program, &error) : CG_OK;
 }
 
-/* A name of the machine, which may be any bytes, as a text of JSON. */
-static json_t *name_json(const char *name) {
-    json_t *as_it_is = json_string(name);
-    return as_it_is ? as_it_is : json_string(cg_shown(name).text);
-}
-
 /* ---- an index ---- */
 
 typedef struct shards {
@@ -231,7 +225,7 @@ static void add_file(const info *in, const char *path, const char *name, json_t 
         problem(problems, "%s", error.text);
     if (!file) return;
     json_t *listed = in->json ? info_archive_json(in, file) : json_object();
-    json_object_set_new(listed, "file", name_json(name));
+    json_object_set_new(listed, "file", json_words(name));
     if (!in->json) {
         printf("%s%s: ", json_array_size(files) ? "\n" : "", cg_shown(name).text);
         info_print_archive(in, file);

@@ -260,12 +260,12 @@ static void print_word(const char *word) {
         return;
     }
     fputs(control ? "$'" : "'", stdout);
+    size_t escaped = 0; /* bytes that are left of a control character */
     for (const char *c = word; *c; c++) {
-        size_t bytes = cg_control_bytes(c, strlen(c));
-        if (bytes) {
-            for (; bytes; bytes--, c++) printf("\\x%02x", (unsigned char)*c);
-            c--;
-        } else if (control && (*c == '\'' || *c == '\\'))
+        if (!escaped) escaped = cg_control_bytes(c, strlen(c));
+        if (escaped)
+            printf("\\x%02x", (unsigned char)*c), escaped--;
+        else if (control && (*c == '\'' || *c == '\\'))
             printf("\\%c", *c);
         else if (*c == '\'')
             fputs("'\\''", stdout);
@@ -708,9 +708,11 @@ static void print_table(const run *r, const cg_evaluation *e) {
     if (!isnan(e->val_accuracy_far))
         table_row("accuracy beyond the windows", "%.4f", number_of(r->start, "val_accuracy_far"),
                   e->val_accuracy_far);
-    char half_way[64];
-    snprintf(half_way, sizeof half_way, "accuracy of %.4f first at step", half_way_accuracy(r));
-    table_row(half_way, "%.0f", NAN, r->half_way ? (double)r->half_way : NAN);
+    if (r->config->task == CG_TASK_RECALL) { /* learned at once; a text is learned bit by bit */
+        char half_way[64];
+        snprintf(half_way, sizeof half_way, "accuracy of %.4f first at step", half_way_accuracy(r));
+        table_row(half_way, "%.0f", NAN, r->half_way ? (double)r->half_way : NAN);
+    }
     double start_kl = 0, end_kl = 0;
     const json_t *layers = json_object_get(r->start, "indexers");
     for (int i = 0; i < e->n_layers; i++) {
