@@ -568,8 +568,12 @@ static bool has_forward(const cg_exec *exec, unsigned passes, cg_error *error) {
 }
 
 static bool run_steps(cg_exec *exec, unsigned passes, cg_error *error) {
+    static const volatile sig_atomic_t never;
+    const bool may_stop = exec->options.stop && !exec->device && (passes & CG_PASS_BIT(CG_FORWARD)) &&
+                          !(passes & CG_PASS_BIT(CG_OPTIMIZE));
+    const volatile sig_atomic_t *stop = may_stop ? exec->options.stop : &never;
     for (int t = 0; t < exec->plan->n_steps; t++)
-        if (runs_now(exec->plan->steps[t], passes) && !run_step(exec, t, error)) return false;
+        if (*stop || (runs_now(exec->plan->steps[t], passes) && !run_step(exec, t, error))) return false;
     return true;
 }
 

@@ -3,6 +3,8 @@
 #ifndef CG_GRAPH_EXEC_H
 #define CG_GRAPH_EXEC_H
 
+#include <signal.h>
+
 #include "graph/plan.h"
 
 typedef struct cg_exec cg_exec;
@@ -17,6 +19,9 @@ typedef struct cg_exec_options {
         no_recording; /* on a device: launch each node in every run. Without it the second run of some passes is
                           recorded, and later ones play the recording; watched runs and those with the options above
                           launch their nodes in any case */
+    /* On the CPU: once it is not 0, a run with a forward pass returns false between two nodes, without an error. Passes
+     * that update parameters are never left half done. */
+    const volatile sig_atomic_t *stop;
 } cg_exec_options;
 
 /* False, with both numbers, for a plan of the CPU whose peak is above the machine's memory or a limit below that

@@ -143,7 +143,7 @@ static bool build_step(cg_trainer *trainer, bool warming, cg_error *error) {
     trainer->process_growth = -1;
     trainer->resident_before = cg_process_resident_bytes();
     if (trainer->resident_before >= 0) trainer->resident_before -= (int64_t)old.bytes; /* the copy goes below */
-    cg_exec_options how = {.verify_recompute = trainer->verifies};
+    cg_exec_options how = {.verify_recompute = trainer->verifies, .stop = trainer->stop};
     ok = ok && (trainer->exec = cg_exec_new(trainer->step.plan, &how, error)) != NULL;
     if (ok && old.n)
         state_write(&old, &trainer->step, trainer->exec);
@@ -302,6 +302,14 @@ static void record_selections(const cg_trainer *trainer, int64_t micro_batch) {
     }
 }
 
+/* A run that is told to stop fails without an error. */
+static bool run_passes(cg_trainer *trainer, cg_exec *exec, unsigned passes, cg_error *error) {
+    cg_error own = {0};
+    if (cg_exec_run(exec, passes, &own)) return true;
+    if (!own.code) return goes_on(trainer) && cg_fail(error, CG_FAILED, "a run ended early");
+    return cg_fail(error, own.code, "%s", own.text);
+}
+
 /* Forward and backward of all micro-batches. Losses are divided by the counts of the whole step, so that short
  * micro-batches do not weigh more than their tokens. */
 static bool run_micro_batches(cg_trainer *trainer, cg_metrics *metrics, cg_error *error) {
@@ -321,7 +329,7 @@ static bool run_micro_batches(cg_trainer *trainer, cg_metrics *metrics, cg_error
         write_batch(trainer->exec, step->model, trainer->batches[i]);
         replay_selections(trainer, i);
         write_scalar(trainer->exec, step->keep, 0, i > 0);
-        if (!cg_exec_run(trainer->exec, CG_ALL_PASSES & ~CG_PASS_BIT(CG_OPTIMIZE), error)) return false;
+        if (!run_passes(trainer, trainer->exec, CG_ALL_PASSES & ~CG_PASS_BIT(CG_OPTIMIZE), error)) return false;
         record_selections(trainer, i);
         metrics->lm_loss += read_scalar(trainer->exec, step->model->lm_loss);
         metrics->indexer_loss += read_scalar(trainer->exec, step->model->indexer_loss);
@@ -420,7 +428,7 @@ static bool eval_build(const cg_trainer *trainer, eval_run *run, cg_error *error
     }
     const cg_plan_options plan = {.backend = trainer->step.plan->backend};
     if (!(run->plan = cg_plan_make(run->graph, &plan, error))) return false;
-    if (!(run->exec = cg_exec_new(run->plan, NULL, error))) return false;
+    if (!(run->exec = cg_exec_new(run->plan, &(cg_exec_options){.stop = trainer->stop}, error))) return false;
     for (int p = 0; p < run->model->n_params; p++)
         cg_exec_bind_value(run->exec, run->model->params[p].value, trainer->exec,
                            trainer->step.model->params[p].value);
@@ -467,7 +475,7 @@ static bool eval_run_all(cg_trainer *trainer, eval_run *run, cg_evaluation *e, c
         if (!(ok = goes_on(trainer))) break;
         cg_feed_batch(trainer->feed, true, (uint64_t)i, run->batch);
         write_batch(run->exec, run->model, run->batch);
-        if (!(ok = cg_exec_run(run->exec, CG_ALL_PASSES, error))) break;
+        if (!(ok = run_passes(trainer, run->exec, CG_ALL_PASSES & ~CG_PASS_BIT(CG_OPTIMIZE), error))) break;
         loss += read_scalar(run->exec, run->model->lm_loss);
         count_predictions(run, facts, e, &right, &right_far);
         for (int l = 0; l < run->model->n_layers; l++) {

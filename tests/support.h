@@ -231,13 +231,16 @@ static void __attribute__((constructor)) suite_on_its_path(void) {
     exit(error.code);
 }
 
-/* main() of a suite of one list of tests: SUITE("name", test_a, test_b) */
+/* main() of a suite of one list of tests: SUITE("name", test_a, test_b). Each is a case of its own name, so that
+ * CK_RUN_CASE=test_a runs that one. */
 static inline int suite_run(const char *name, const TTest *const *tests, int n) {
     Suite *suite = suite_create(name);
-    TCase *tcase = tcase_create(name);
-    tcase_set_timeout(tcase, 240);
-    suite_add_tcase(suite, tcase);
-    for (int i = 0; i < n; i++) tcase_add_test(tcase, tests[i]);
+    for (int i = 0; i < n; i++) {
+        TCase *tcase = tcase_create(tests[i]->name);
+        tcase_set_timeout(tcase, 240);
+        tcase_add_test(tcase, tests[i]);
+        suite_add_tcase(suite, tcase);
+    }
     SRunner *runner = srunner_create(suite);
     srunner_run_all(runner, CK_NORMAL);
     int failed = srunner_ntests_failed(runner);

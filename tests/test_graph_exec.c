@@ -177,6 +177,37 @@ START_TEST(too_large_for_the_machine) {
 }
 END_TEST
 
+static volatile sig_atomic_t stop_now;
+static bool stops_behind_itself(const cg_run_args *args) {
+    stop_now = 1;
+    return args != NULL;
+}
+
+/* Between two nodes; what updates parameters, a pass of its own, is done as a whole. */
+START_TEST(a_run_is_stopped) {
+    cg_op stopping = t_relu;
+    stopping.name = "stopping";
+    stopping.run[CG_F64][CG_PORTABLE] = stops_behind_itself;
+    cg_graph *graph = cg_graph_new(&t_ops);
+    cg_value *x = t_leaf(graph, CG_LEAF_INPUT, "x", 4);
+    cg_value *y = cg_keep(cg_scale(graph, T_APPLY(&stopping, NULL, x), 2));
+    cg_plan *plan = t_plan(graph, NULL);
+    cg_exec *exec = t_exec(plan, &(cg_exec_options){.stop = &stop_now});
+    cg_error error = {0};
+    stop_now = 0;
+    cg_exec_set(exec, y, 0, 7);
+    ck_assert(!cg_exec_run(exec, CG_ALL_PASSES & ~CG_PASS_BIT(CG_OPTIMIZE), &error));
+    ck_assert_int_eq(error.code, CG_OK);
+    ck_assert(cg_exec_get(exec, y, 0) == 7);
+    ck_assert(cg_exec_run(exec, CG_PASS_BIT(CG_OPTIMIZE), &error));
+    t_run(exec, CG_ALL_PASSES); /* with the update in it */
+    ck_assert(cg_exec_get(exec, y, 0) != 7);
+    cg_exec_free(exec);
+    cg_plan_free(plan);
+    cg_graph_free(graph);
+}
+END_TEST
+
 static bool fails_silently(const cg_run_args *args) { return args == NULL; }
 static bool fails_aloud(const cg_run_args *args) {
     return cg_fail(args->error, CG_BAD_INPUT, "row %d is bad", 3);
@@ -353,5 +384,5 @@ START_TEST(overhead_per_step) {
 END_TEST
 
 SUITE("graph_exec", leaves_start_as_zeros_and_stay, passes_run_apart, backward_needs_a_forward, external_leaves,
-      too_large_for_the_machine, failures_name_the_place, runs_allocate_nothing, choices_are_held,
-      what_the_plan_does_not_hold, overhead_per_step)
+      too_large_for_the_machine, a_run_is_stopped, failures_name_the_place, runs_allocate_nothing,
+      choices_are_held, what_the_plan_does_not_hold, overhead_per_step)
