@@ -2,6 +2,7 @@
  * selections, memory. */
 #include "tests/support.h"
 
+#include <errno.h>
 #include <jansson.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -167,11 +168,11 @@ static const char *checkpoint(const char *dir, int step) {
 }
 
 /* Text of made-up words, the same every time; `salt` gives another one. */
-static void write_text(const char *dir, unsigned salt) {
-    SHELL("mkdir -p %s", dir);
+static bool write_text(const char *dir, unsigned salt) {
+    if (mkdir(path_of("%s", dir), 0777) && errno != EEXIST) return false;
     for (int f = 0; f < 4; f++) {
         FILE *file = fopen(path_of("%s/%d.txt", dir, f), "w");
-        ck_assert_ptr_nonnull(file);
+        if (!file) return false;
         unsigned x = 12345 + (unsigned)f + salt;
         for (int i = 0; i < 5000; i++) {
             x = x * 1103515245u + 12345u;
@@ -179,12 +180,10 @@ static void write_text(const char *dir, unsigned salt) {
                     (const char *[]){"key", "value", "row", "window", "sink", "head", "top", "a"}[x >> 29],
                     x >> 20 & 7 ? ' ' : '\n');
         }
-        fclose(file);
+        if (fclose(file)) return false;
     }
+    return true;
 }
-
-START_TEST(write_inputs) { write_text("text", 0); }
-END_TEST
 
 /* ---- metrics ---- */
 
@@ -379,8 +378,8 @@ START_TEST(step_half_way) {
 }
 END_TEST
 
-/* tools/show-recall makes its table from runs that are finished without training them again. */
-START_TEST(table_of_recall) {
+/* tools/show-learning makes its tables from runs that are finished without training them again. */
+START_TEST(tables_of_what_is_learned) {
     static const char *const half_way[][3] = {{"125", "100", "150"}, {"null", "200", "null"}};
     for (int row = 0; row < 2; row++)
         for (int seed = 1; seed <= 3; seed++)
@@ -390,11 +389,21 @@ START_TEST(table_of_recall) {
                   ">>$d/metrics.jsonl",
                   row ? "window" : "default", seed, 7 * seed % 10, row ? "null" : "1e-1",
                   half_way[row][seed - 1]);
-    char *text = shell("CSAGRAD='%s' '%s/tools/show-recall' --seeds 3 --out %s/table default window",
+    SHELL("'%s' train " TINY "--data text --steps 2 --out table/text-1 >table/text-1.txt", CSAGRAD_PROGRAM);
+    SHELL("for s in 2 3; do cp -r table/text-1 table/text-$s; sed 's/\\( loss,.*\\) .*/\\1 1.'$s/ "
+          "table/text-1.txt "
+          ">table/text-$s.txt; done");
+    char *text = shell("CSAGRAD='%s' '%s/tools/show-learning' --seeds 3 --out %s/table text default window",
                        CSAGRAD_PROGRAM, CSAGRAD_SOURCE_DIR, folder);
+    char loss[96], *one = slurp(path_of("table/text-1.txt"));
+    double start, end;
+    ck_assert_int_eq(
+        sscanf(strstr(one, "  loss, nats per target "), "  loss, nats per target %lf %lf", &start, &end), 2);
+    snprintf(loss, sizeof loss, "| loss, nats per byte | %.3f | 1.300 (1.200 to %.3f) |\n", start, end);
     const char *const rows[] = {"| 94.0 (91.0 to 97.0) | 0.10 | 0.50 | 125 (100 to 150) |\n",
-                                "| 94.0 (91.0 to 97.0) | - | 0.50 | 200, 2 of 3 never |\n"};
-    for (int row = 0; row < 2; row++)
+                                "| 94.0 (91.0 to 97.0) | - | 0.50 | 200, 2 of 3 never |\n", loss};
+    free(one);
+    for (int row = 0; row < 3; row++)
         if (!strstr(text, rows[row])) ck_abort_msg("\"%s\" is not in: %s", rows[row], text);
     ck_assert_ptr_null(strstr(text, "without warm-up"));
     free(text);
@@ -952,7 +961,7 @@ END_TEST
 
 START_TEST(what_does_not_fit_is_refused) {
     RUN(TINY TEXT "--steps 4 --set checkpoint_every=2 --out fit");
-    write_text("other_text", 77);
+    ck_assert(write_text("other_text", 77));
     char *before = state_of("fit");
     bad(2, "other data", "--steps 8 --resume --data other_text --out fit");
     bad(2, "ffn.w1.weight", "--steps 8 --resume --data text --set intermediate_size=48 --out fit");
@@ -1167,7 +1176,7 @@ START_TEST(recordings_that_do_not_fit) {
         if (exists(path_of("unfit")) || exists(path_of("new.topk")))
             ck_abort_msg("%s leaves files", list[i].arguments);
     }
-    write_text("other_text", 77);
+    ck_assert(write_text("other_text", 77));
     bad(2, "was recorded with data", SOME "--data other_text --replay-topk fits.topk --out unfit");
     const char *more = "--steps 12 --resume --data text --out fits";
     bad(2, "needs those of the steps 9 to 12", "%s --replay-topk fits.topk", more);
@@ -1237,11 +1246,10 @@ START_TEST(plan_is_what_the_process_grows_by) {
 END_TEST
 
 int main(void) {
-    if (!mkdtemp(folder)) return EXIT_FAILURE;
-    const TTest *const tests[] = {write_inputs,
-                                  what_a_run_writes,
+    if (!mkdtemp(folder) || !write_text("text", 0)) return EXIT_FAILURE;
+    const TTest *const tests[] = {what_a_run_writes,
                                   step_half_way,
-                                  table_of_recall,
+                                  tables_of_what_is_learned,
                                   json_prints_the_log,
                                   note_about_selection,
                                   note_about_decay,
