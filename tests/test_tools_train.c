@@ -688,9 +688,10 @@ START_TEST(a_second_signal_ends_at_once) {
         kill(child, SIGCONT);
         const int end = end_of(child);
         if (end == -SIGTERM) return;
-        ck_assert_int_eq(end, 128 + SIGTERM); /* it got none before it was halted */
+        ck_assert(end == 128 + SIGINT ||
+                  end == 128 + SIGTERM); /* it took them for one: both came behind the halt */
     }
-    ck_abort_msg("a request was heeded within milliseconds 20 times");
+    ck_abort_msg("20 times two requests were one, or the first was heeded within milliseconds");
 }
 END_TEST
 
