@@ -76,6 +76,29 @@ START_TEST(defaults_of_options) {
 }
 END_TEST
 
+/* Padding is 1 to 5 rows of each segment. */
+START_TEST(padding_of_segments) {
+    free(good("dump --seq 16 --batch 40 --set hidden_size=16 --padded --out padded"));
+    json_t *root = good_json("info padded --values 41 --json"), *entry, *offsets[2] = {0};
+    size_t i;
+    json_array_foreach(json_object_get(root, "tensors"), i, entry) {
+        const char *name = json_string_value(json_object_get(entry, "name"));
+        for (int real = 0; real < 2; real++)
+            if (!strcmp(name, real ? "in.cu_seqlens_q_real" : "in.cu_seqlens_q"))
+                offsets[real] = json_object_get(entry, "values");
+    }
+    ck_assert(offsets[0] && offsets[1]);
+    int64_t n[41][2];
+    for (size_t b = 0; b <= 40; b++)
+        for (int real = 0; real < 2; real++) n[b][real] = json_integer_value(json_array_get(offsets[real], b));
+    for (size_t b = 0; b < 40; b++) {
+        const int64_t padding = n[b + 1][0] - n[b][0] - (n[b + 1][1] - n[b][1]);
+        ck_assert(padding >= 1 && padding <= 5);
+    }
+    json_decref(root);
+}
+END_TEST
+
 /* ---- a small run ---- */
 
 enum { TEXT_BYTES = 3000000 };
@@ -164,7 +187,8 @@ START_TEST(tables_of_memory_in_mib) {
 END_TEST
 
 static int run_all(void) {
-    const TTest *const tests[] = {defaults_of_keys, defaults_of_options, a_run_in_mib, tables_of_memory_in_mib};
+    const TTest *const tests[] = {defaults_of_keys, defaults_of_options, padding_of_segments, a_run_in_mib,
+                                  tables_of_memory_in_mib};
     return suite_run("tools_words", tests, (int)(sizeof tests / sizeof *tests));
 }
 
