@@ -114,7 +114,7 @@ static char *train(void) {
     }
     ck_assert_int_eq(fclose(file), 0);
     return good("train --data text --steps 1 --seq 32 --batch 1 --policy recompute --set eval_batches=1 --set "
-                "num_hidden_layers=1 --set compress_ratios=4 --set hidden_size=32");
+                "num_hidden_layers=2 --set compress_ratios=4,4 --set index_topk=2 --set hidden_size=32");
 }
 
 /* The first number behind a word. */
@@ -149,6 +149,17 @@ START_TEST(a_run_in_mib) {
     expect_mib("saved", number_behind(text, "kept for backward "), 0.01, number(step, "saved_bytes"));
     expect_mib("recomputed", number_behind(text, "computed again "), 0.01, number(step, "recomputed_bytes"));
     expect_mib("workspace", number_behind(text, "at most "), 0.01, number(step, "workspace_bytes"));
+    /* the mean of both layers, at the start and in the end */
+    double shown[2];
+    const char *kl = strstr(text, "indexer KL, nats per row ");
+    ck_assert(kl && sscanf(kl + strlen("indexer KL, nats per row "), "%lf %lf", &shown[0], &shown[1]) == 2);
+    for (int end = 0; end < 2; end++) {
+        const json_t *layers = json_object_get(end ? step : json_object_get(step, "start"), "indexers");
+        ck_assert_uint_eq(json_array_size(layers), 2);
+        const double mean =
+            (real_of(json_array_get(layers, 0), "kl") + real_of(json_array_get(layers, 1), "kl")) / 2;
+        ck_assert(mean > 0.01 && fabs(shown[end] - mean) <= 0.51e-4);
+    }
     /* a sixteenth is held out, in blocks of 4096 bytes */
     const int64_t held_out = (TEXT_BYTES / 16 + 4095) / 4096 * 4096;
     expect_mib("training", number_behind(text, "documents, "), 0.1, TEXT_BYTES - held_out);
