@@ -277,6 +277,8 @@ static const int32_t two_segments_topk[] = {-1, -1, -1, 0,  -1, -1, -1, 0,  0,  
                                             -1, -1, -1, -1, 2,  -1, -1, -1, -1, -1, -1, -1};
 static const int32_t two_segments_wrong[] = {-1, -1, -1, 0,  -1, -1, -1, 0,  0,  1,  -1, 1,
                                              -1, -1, -1, -1, 1,  -1, -1, -1, -1, -1, -1, -1};
+static const int32_t two_segments_early[] = {-1, -1, -1, 0,  -1, -1, -1, 0,  1,  1,  -1, 1,
+                                             -1, -1, -1, -1, 2,  -1, -1, -1, -1, -1, -1, -1};
 static const int32_t none[24] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,
                                  -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
 static const int32_t one_row[] = {0, 0, 0, 1, 1};
@@ -366,6 +368,9 @@ static const cg_case csa_attention_cases[] = {
     {.name = "another segment's row", .in = {REALS(8, 2, 3), REALS(8, 3), REALS(3, 3), REALS(2),
      I32(two_segments_wrong, 8, 3), I32(two_segments, 8, 5)}, ATTR(2, 1, CG_TEACHER_NONE),
      .run_error = "topk of row 5, place 1 is 1, expected -1 or one of the 1 compressed rows it sees, from 2 on"},
+    {.name = "a row that comes later", .in = {REALS(8, 2, 3), REALS(8, 3), REALS(3, 3), REALS(2),
+     I32(two_segments_early, 8, 3), I32(two_segments, 8, 5)}, ATTR(2, 1, CG_TEACHER_NONE),
+     .run_error = "topk of row 2, place 2 is 1, expected -1 or one of the 1 compressed rows it sees, from 0 on"},
     {.name = "position", .in = {REALS(2, 2, 3), REALS(2, 3), ABSENT, REALS(2), ABSENT, I32(bad_facts, 2, 5)},
      ATTR(2, 1, CG_TEACHER_NONE), .run_error = "row 1: start 0, position 2"},
     {.name = "more visible than there are", .in = {REALS(2, 2, 3), REALS(2, 3), REALS(1, 3), REALS(2),

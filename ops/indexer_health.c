@@ -125,6 +125,13 @@ static cg_cost indexer_health_cost(const cg_node *node) {
 
 static const cg_case indexer_health_cases[] = {
     {.name = "two rows matter", .in = {SCORES_3_2, TEACHER_3_2, LIST(2), MAIN, ROWS_3}, .attr = ATTR(4)},
+    {.name = "rows that stand twice in their lists",
+     .in = {SCORES_3_2,
+            TEACHER_3_2,
+            {.shape = CG_DIMS(3, 2), .i32 = (int32_t[]){0, -1, 2, 2, 0, 0}},
+            MAIN,
+            ROWS_3},
+     .attr = ATTR(4)},
     {.name = "a short list",
      .in = {{.shape = CG_DIMS(3, 2), .real = (double[]){0, 0, 0, 0, 1, -__builtin_inf()}},
             {.shape = CG_DIMS(3, 2), .real = (double[]){1, 0, .25, .75, 1, 0}},

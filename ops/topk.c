@@ -52,7 +52,7 @@ static cg_cost topk_cost(const cg_node *node) {
 
 static const cg_case topk_cases[] = {
     {.name = "ties",
-     .in = {{.shape = CG_DIMS(2, 6), .real = (double[]){5, 1, 5, 5, 9, 9, 0, 0, 0, 7, -0., 0}},
+     .in = {{.shape = CG_DIMS(2, 6), .real = (double[]){5, 1, 5, 5, 9, 9, 0, -0., 0, 7, 0, 0}},
             {.shape = CG_DIMS(2, 5), .i32 = (int32_t[]){SEES(0, 4), SEES(0, 6)}}},
      .attr = &(topk_attr){4}},
     {.name = "infinite scores, NaN that is not seen",

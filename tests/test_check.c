@@ -843,6 +843,9 @@ START_TEST(the_program) {
               json_is_null(json_object_get(quantity, "first")));
     ck_assert(json_number_value(json_object_get(quantity, "worst_rel")) < 1e-5);
     ck_assert_int_eq((int)json_array_size(json_object_get(quantity, "rows")), 3);
+    const json_t *teachers = json_object_get(json_object_get(root, "remaining"), "teacher");
+    ck_assert_uint_eq(json_array_size(teachers), 1);
+    ck_assert_str_eq(json_string_value(json_array_get(teachers, 0)), "full");
     json_decref(root);
 
     /* any number of threads says the same */
@@ -861,9 +864,15 @@ START_TEST(the_program) {
     const json_t *first = json_object_get(quantity, "first");
     ck_assert_int_eq((int)json_integer_value(json_object_get(first, "position")), 7);
     ck_assert(json_is_null(json_object_get(first, "head")));
+    ck_assert(json_number_value(json_object_get(quantity, "worst_units")) >
+              100 * json_number_value(json_object_get(quantity, "worst_rel")));
     json_decref(root);
     snprintf(arguments, sizeof arguments, "%s --map target=out.target_sink_sparse --expect teacher=sink",
              vector("teacher_modes"));
+    ck_assert_int_eq(run_check(arguments, text, sizeof text), 0);
+
+    /* axes that are not named stay as the dump declares them */
+    snprintf(arguments, sizeof arguments, "%s --expect teacher=full", vector("sbhd_dense_mean"));
     ck_assert_int_eq(run_check(arguments, text, sizeof text), 0);
 
     /* numbers from a file and from options */
@@ -877,6 +886,38 @@ START_TEST(the_program) {
     snprintf(arguments, sizeof arguments, "%s --config %s --loss-coeff 1", in_folder("bare.safetensors"),
              in_folder("numbers.json"));
     if (run_check(arguments, text, sizeof text)) ck_abort_msg("%s", text);
+
+    /* the loss alone, without what other contracts are formed of */
+    f = load(vector("sbhd_sparse_mean"));
+    for (int i = f.n - 1; i >= 0; i--)
+        if ((strncmp(f.names[i], "in.", 3) && strcmp(f.names[i], "out.loss")) || !strcmp(f.names[i], "in.kv") ||
+            !strcmp(f.names[i], "in.sink"))
+            drop(&f, f.names[i]);
+    ck_assert_int_eq(run_check(save(&f, "loss.safetensors"), text, sizeof text), 1);
+    ck_assert_str_eq(text + strlen(text) - 12, "cannot tell\n");
+    forget(&f);
+
+    /* gated pooling, of which an element is changed */
+    f = load(vector("compressor"));
+    set_meta(&f, "r4_thd_segment_lengths", "[21, 3, 14]");
+    ((float *)tensor_of(&f, "r4_thd.out.compressed")->data)[0] += 0.01F;
+    snprintf(arguments, sizeof arguments, "%s --json", save(&f, "pooled.safetensors"));
+    forget(&f);
+    ck_assert_int_eq(run_check(arguments, text, sizeof text), 1);
+    root = json_loads(text, 0, &why);
+    ck_assert_ptr_nonnull(root);
+    size_t q;
+    int n_wrong = 0;
+    json_array_foreach(json_object_get(root, "quantities"), q, quantity) {
+        first = json_object_get(quantity, "first");
+        if (json_is_null(first)) continue;
+        ck_assert_double_eq_tol(json_number_value(json_object_get(first, "got")) -
+                                    json_number_value(json_object_get(first, "expected")),
+                                0.01, 1e-4);
+        n_wrong++;
+    }
+    ck_assert_int_eq(n_wrong, 1);
+    json_decref(root);
 
     const struct {
         const char *arguments, *says;

@@ -26,7 +26,7 @@ typedef struct shape {
     int64_t H, D, K, W; /* K = 0: no chosen rows at all */
     cg_teacher teacher;
     double logits; /* standard deviation, about */
-    bool no_sink;  /* of weight 0, in the first head */
+    bool no_sink;  /* of weight 0, in one head */
 } shape;
 
 static const shape shapes[] = {
@@ -98,8 +98,12 @@ static data data_of(const shape *z) {
     d.real[KV] = normal(2, d.n[KV], 1);
     d.real[CKV] = normal(3, d.n[CKV], 1);
     d.real[SINK] = normal(4, d.n[SINK], 1);
-    if (z->no_sink) d.real[SINK][0] = -INFINITY;
+    /* of two groups of heads the second one has the larger shares in the teacher */
+    for (int64_t h = 0; z->H > 64 && h < 64; h++) d.real[SINK][h] += 20;
+    if (z->no_sink) d.real[SINK][z->H > 64 ? z->H - 1 : 0] = -INFINITY;
     d.real[DOUT] = normal(5, d.n[DOUT], 1);
+    for (int64_t i = 0; d.T && i < z->H * z->D; i++) /* a row of negative ones is none of zeros */
+        d.real[DOUT][i] = -fabs(d.real[DOUT][i]);
     return d;
 }
 

@@ -482,6 +482,9 @@ START_TEST(shared_memory_bounds_the_choice) {
         ck_assert(cg_cuda_backend(&with_variant, device, NULL, &error));
         ck_assert(with_variant.kernel_of(&with_variant, topk->producer, &kernel, &error));
         ck_assert_str_eq(kernel.variant, want[i].variant);
+        with_variant.abilities = CG_WGMMA_NONE; /* as on a device that has no such instructions */
+        ck_assert(with_variant.kernel_of(&with_variant, topk->producer, &kernel, &error));
+        ck_assert_str_eq(kernel.variant, i < 2 ? "plain" : "fast");
     }
     cg_graph_free(g);
     close_device();

@@ -582,6 +582,12 @@ START_TEST(command_line) {
     expect_program(0, feed, "- --scores '[0.3,-0.2]'", "kl                    0.0610656464345");
     expect_program(0, feed, "- --scores '[0.3,-0.2]' --contract=teacher=window",
                    "kl                    0.06491182");
+    expect_program(0, feed, "- --scores '[9,9]' --scores '[0.3,-0.2]'",
+                   "kl                    0.0610656464345");
+    expect_program(0, "{ printf '%70000s' ' '; printf '%s' '" S01_JSON "'; } |", "- --scores '[0.3,-0.2]'",
+                   "kl                    0.0610656464345");
+    snprintf(arguments, sizeof arguments, "%s --window-logits '[[0],[3]]'", s01);
+    expect_program(2, "", arguments, "window and window_logits exclude each other");
     snprintf(arguments, sizeof arguments, "%s --json --dtype f64 --dout '[[1,2],[3,4]]'", s01);
     ck_assert_int_eq(program(text, sizeof text, "", arguments), 0);
     json_error_t why;

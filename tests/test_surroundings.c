@@ -152,6 +152,23 @@ START_TEST(names_in_a_file_are_escaped) {
 }
 END_TEST
 
+/* Where standard output is closed, the log is not what is printed there. */
+START_TEST(closed_standard_output) {
+    outcome o = run_program("train --data text --steps 2 --seq 16 --batch 1 --out closed >&-");
+    if (o.code || o.err[0]) ck_abort_msg("exit code %d: %s", o.code, o.err);
+    char path[128];
+    snprintf(path, sizeof path, "%s/closed/metrics.jsonl", folder);
+    char *log = slurp(path), *rest = log;
+    for (char *line; (line = strtok_r(rest, "\n", &rest));) {
+        json_t *object = json_loads(line, 0, NULL);
+        if (!object) ck_abort_msg("no JSON: %s", line);
+        json_decref(object);
+    }
+    free(log);
+    outcome_free(&o);
+}
+END_TEST
+
 /* A path that is too long to be shown leaves room for the reason. */
 START_TEST(long_paths_keep_their_reason) {
     static const char *const list[] = {
@@ -204,6 +221,7 @@ int main(void) {
     tcase_add_test(tcase, texts_of_the_program_that_cannot_be_written);
     tcase_add_test(tcase, control_characters_are_escaped);
     tcase_add_test(tcase, names_in_a_file_are_escaped);
+    tcase_add_test(tcase, closed_standard_output);
     tcase_add_test(tcase, long_paths_keep_their_reason);
     SRunner *runner = srunner_create(suite);
     srunner_run_all(runner, CK_NORMAL);

@@ -95,7 +95,10 @@ START_TEST(times) {
     json_t *report =
         good_json("bench --dims toy --seqs 24 --runs 1 --parts attention+loss --dtypes f32,bf16 --json "
                   "--device cuda");
-    ck_assert_ptr_nonnull(strstr(json_string_value(json_object_get(report, "device")), "in the place of"));
+    const char *name = json_string_value(json_object_get(report, "device"));
+    ck_assert_ptr_nonnull(strstr(name, "in the place of"));
+    const double gib = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE) / 1073741824;
+    ck_assert_double_eq_tol(atof(strrchr(name, ',') + 1), gib, 0.051);
     ck_assert(real_of(report, "gemm_peak_gflops") > 0 && real_of(report, "gemm_peak_gflops_bf16") > 0);
     ck_assert(real_of(report, "memory_peak_gbytes") > 0);
     const json_t *rows = json_object_get(report, "rows");

@@ -300,16 +300,26 @@ START_TEST(index_of_shards) {
         (const char *[]){"metadata.total_size of the index is 12, but the tensors that it names have "
                          "11 bytes"},
         1);
-    put_text(index, "{\"metadata\": {\"total_size\": 12}, \"weight_map\": {\"a\": \"1.safetensors\", \"b\": "
-                    "\"2.safetensors\", \"d\": \"2.safetensors\", \"e\": \"3.safetensors\", \"f\": \"../m\"}}");
+    put_text(index,
+             "{\"metadata\": {\"total_size\": 12}, \"weight_map\": {\"a\": \"1.safetensors\", \"b\": "
+             "\"2.safetensors\", \"d\": \"2.safetensors\", \"e\": \"3.safetensors\", \"f\": \"../m\", \"g\": "
+             "\"/1.safetensors\", \"h\": \"..\"}}");
     expect_problems(index,
                     (const char *[]){"1.safetensors holds b, which the index has in 2.safetensors",
                                      "2.safetensors holds c, which the index lacks",
                                      "2.safetensors lacks b, which the index has in it",
                                      "2.safetensors lacks d, which the index has in it",
                                      "m/3.safetensors: cannot be opened: No such file",
-                                     "the index names the shard ../m, which is no file beside it"},
-                    6);
+                                     "the index names the shard ../m, which is no file beside it",
+                                     "the index names the shard /1.safetensors, which is no file beside it",
+                                     "the index names the shard .., which is no file beside it"},
+                    8);
+    put_text(index, "{\"metadata\": {\"total_size\": 8}, \"weight_map\": {\"a\": \"1.safetensors\", \"b\": "
+                    "\"2.safetensors\", \"c\": \"2.safetensors\"}}"); /* b is not where it should be */
+    expect_problems(index,
+                    (const char *[]){"1.safetensors holds b, which the index has in 2.safetensors",
+                                     "2.safetensors lacks b, which the index has in it"},
+                    2);
     put("m/2.safetensors", "\x40\0\0\0\0\0\0\0{}", 10);
     put_text(index, "{\"metadata\": {\"total_size\": 1.5}, \"weight_map\": {\"c\": \"2.safetensors\"}}");
     expect_problems("m",

@@ -63,6 +63,9 @@ START_TEST(a_measured_row) {
     holds(text, "csagrad mem: task=text seq_len=64 batch_size=1 seed=1");
     holds(text, "planned peak MiB");
     holds(text, "planned and measured peak of 4 rows: largest difference 0 bytes");
+    double planned, here, process;
+    const char *line = strstr(text, "\nstream ");
+    ck_assert(line && sscanf(line, " stream 64 f32 %lf %lf %lf", &planned, &here, &process) == 3);
     free(text);
 }
 END_TEST
@@ -104,7 +107,7 @@ START_TEST(policies_side_by_side) {
 END_TEST
 
 START_TEST(packed_rows) {
-    json_t *row = one_row("mem --dims toy --segments 40/64,0,33,7/9 --policy recompute --runs 1 --json");
+    json_t *row = one_row("mem --dims toy --segments 33,0,40/64,7/9 --policy recompute --runs 1 --json");
     ck_assert_int_eq(number(row, "rows"), 64 + 33 + 9);
     ck_assert_int_eq(number(row, "seq"), 64);
     ck_assert_int_eq(number(row, "measured_peak_bytes"), number(row, "planned_peak_bytes"));
@@ -127,7 +130,7 @@ START_TEST(values_add_up) {
     json_t *row = one_row("mem --plan-only --seq 64 --batch 2 --policy save --values --json");
     const json_t *list = json_object_get(row, "saved"), *categories = json_object_get(row, "peak_categories");
     ck_assert_int_gt((int)json_array_size(list), 20);
-    int64_t all = 0;
+    int64_t all = 0, in_indexers = 0;
     for (size_t i = 0; i < json_array_size(list); i++) {
         const json_t *value = json_array_get(list, i), *shape = json_object_get(value, "shape"),
                      *readers = json_object_get(value, "readers");
@@ -136,6 +139,7 @@ START_TEST(values_add_up) {
             bytes *= json_integer_value(json_array_get(shape, d));
         ck_assert_int_eq(number(value, "bytes"), bytes);
         all += bytes;
+        if (strstr(word(value, "scope"), "indexer")) in_indexers += bytes;
         ck_assert_int_gt((int)json_array_size(readers), 0);
         for (size_t r = 0; r < json_array_size(readers); r++) {
             const json_t *reader = json_array_get(readers, r);
@@ -153,6 +157,8 @@ START_TEST(values_add_up) {
                       0);
     }
     ck_assert_int_eq(number(row, "saved_bytes"), all);
+    ck_assert_int_eq(number(row, "saved_in_indexers_bytes"), in_indexers);
+    ck_assert_int_eq(number(row, "rows"), 128);
     int64_t together = 0;
     const char *name;
     json_t *bytes;
@@ -196,17 +202,18 @@ static void free_rows(mem_row *rows, int n) {
 
 /* "Recompute this: peak -x" is what the policy with that term added is planned to. */
 START_TEST(counterfactuals_hold) {
-    static const char *const policies[] = {"save", "stream", "rms_norm@layer0;relu"};
+    static const char *const policies[] = {"save", "stream", "rms_norm@layer0;relu", "stream+rms_norm"};
     static const char *const terms[][2] = {{"swiglu@layer0/ffn", "swiglu"},
                                            {"csa_compress@layer0/attn/compressor", "csa_compress"},
+                                           {"grouped_linear@layer0/attn", "grouped_linear"},
                                            {"embedding", "embedding"}};
-    for (int p = 0; p < 3; p++) {
-        mem_row *rows = calloc(4, sizeof *rows);
+    for (int p = 0; p < 4; p++) {
+        mem_row *rows = calloc(5, sizeof *rows);
         cg_error error = {0};
         make_row(&rows[0], policies[p], 0);
         if (!mem_what_if_make(&rows[0], &error)) ck_abort_msg("%s", error.text);
         int n_different = 0;
-        for (int t = 0; t < 3; t++) {
+        for (int t = 0; t < 4; t++) {
             char policy[CG_POLICY_BYTES];
             snprintf(policy, sizeof policy, "%s%s%s", p ? policies[p] : "",
                      p == 1 ? "+"
@@ -224,10 +231,12 @@ START_TEST(counterfactuals_hold) {
             ck_assert(found && found->possible && found->extra_us > 0);
             ck_assert_int_eq(found->peak_change_bytes,
                              rows[1 + t].m.planned_peak_bytes - rows[0].m.planned_peak_bytes);
+            const double us = mem_row_us(&rows[1 + t]) - mem_row_us(&rows[0]);
+            ck_assert_double_eq_tol(found->extra_us, us, 1e-6 * us);
             n_different += found->peak_change_bytes != 0;
         }
         ck_assert_int_gt(n_different, 0);
-        free_rows(rows, 4);
+        free_rows(rows, 5);
     }
 }
 END_TEST
@@ -305,6 +314,16 @@ START_TEST(growth_is_fitted) {
     json_t *row = one_row("mem --plan-only --dims toy --seqs 64 --policy stream --json");
     ck_assert(is_null(row, "growth"));
     json_decref(row);
+    double of_format[2]; /* a format's growth is its own, beside another one's too */
+    for (int both = 0; both < 2; both++) {
+        root =
+            good_json(both ? "mem --plan-only --dims toy --seqs 64,128 --policy save --dtypes f32,bf16 --json"
+                           : "mem --plan-only --dims toy --seqs 64,128 --policy save --dtypes bf16 --json");
+        of_format[both] = json_number_value(
+            json_object_get(json_object_get(json_array_get(root, (size_t)both), "growth"), "peak_exponent"));
+        json_decref(root);
+    }
+    ck_assert_double_eq(of_format[0], of_format[1]);
 }
 END_TEST
 
@@ -347,6 +366,35 @@ START_TEST(budgets_and_curves) {
 }
 END_TEST
 
+/* Only what is proven is said to be so. */
+START_TEST(cheapest_sets) {
+    mem_report report = {.rows = calloc(1, sizeof *report.rows), .n_rows = 1};
+    mem_row *row = &report.rows[0];
+    cg_config *config = &row->workload.config;
+    cg_error error = {0};
+    char path[128];
+    *row = (mem_row){.dims = "toy", .seq = 256, .n_rows = 256};
+    strcpy(row->policy, "auto:6.5MiB");
+    ck_assert(cg_config_dims("toy", config) && cg_config_set(config, "compress_ratios", "128", &error) &&
+              cg_config_set(config, "seq_len", "256", &error));
+    strcpy(config->policy, row->policy);
+    if (!mem_row_make(row, 0, &error)) ck_abort_msg("%s", error.text);
+    cg_frontier *frontier = row->step.frontier;
+    snprintf(path, sizeof path, "%s/printed", folder);
+    for (int proven = 1; proven >= 0; proven--) {
+        for (int i = 0; i < frontier->n_points; i++)
+            frontier->points[i].least_us = frontier->points[i].trial.extra_us * (proven ? 1 : .5);
+        ck_assert_ptr_nonnull(freopen(path, "w", stdout));
+        mem_print(&report);
+        fflush(stdout);
+        char *text = slurp(path);
+        holds(text, proven ? "; no set is cheaper\n" : "; no set takes less than +");
+        free(text);
+    }
+    mem_report_free(&report);
+}
+END_TEST
+
 /* ---- files ---- */
 
 static int64_t file_bytes(const char *name) {
@@ -357,8 +405,14 @@ static int64_t file_bytes(const char *name) {
 }
 
 START_TEST(files_are_written) {
-    free(good("mem --dims toy --seq 64 --plan-only --html page.html"));
-    ck_assert_int_gt(file_bytes("page.html"), 10000);
+    free(good("mem --dims toy --seq 64 --plan-only --policy save --html \"it's.html\""));
+    ck_assert_int_gt(file_bytes("it's.html"), 10000);
+    char path[128];
+    snprintf(path, sizeof path, "%s/it's.html", folder);
+    char *page = slurp(path);
+    holds(page, "--html 'it'\\\\''s.html'\""); /* the command as a shell takes it, in JSON */
+    holds(page, "\"peak_change_bytes\":[");
+    free(page);
     free(good("mem --dims toy --seq 64 --policy save --runs 1 --snapshot s.pickle --trace t.json"));
     ck_assert(file_bytes("s.pickle") > 1000 && file_bytes("t.json") > 1000);
     bad("mem --dims toy --plan-only --trace none.json", 2, "--trace shows one row, and this makes 3");
@@ -426,6 +480,7 @@ int main(void) {
                                   sizes_beyond_the_machine,
                                   growth_is_fitted,
                                   budgets_and_curves,
+                                  cheapest_sets,
                                   files_are_written,
                                   bad_options,
                                   remove_files};

@@ -13,6 +13,7 @@
 #include <jansson.h>
 
 #include "core/file.h"
+#include "ops/ops.h"
 #include "tools/mem.h"
 
 static char folder[] = "/tmp/csagrad_page_XXXXXX";
@@ -294,6 +295,27 @@ END_TEST
 
 /* ---- nothing from outside ---- */
 
+START_TEST(a_step_reads_a_value_once) {
+    mem_report report = {.title = "csagrad mem", .rows = calloc(1, sizeof *report.rows), .n_rows = 1};
+    mem_row *row = &report.rows[0];
+    cg_error error = {0};
+    cg_graph *graph = cg_graph_new(&cg_all_ops);
+    cg_value *x = cg_leaf(graph, CG_LEAF_PARAMETER, "x", CG_F32, CG_SHAPE(16));
+    cg_keep(cg_mul(graph, x, x));
+    *row = (mem_row){.dims = "toy", .workload.config = cg_config_toy(), .step.graph = graph};
+    row->step.plan = cg_plan_make(graph, NULL, &error);
+    ck_assert_ptr_nonnull(row->step.plan);
+    char *page = written(&report);
+    json_t *read_back = take_report(page), *shown = json_array_get(json_object_get(read_back, "rows"), 0);
+    const json_t *reads = json_object_get(json_object_get(json_object_get(shown, "plan"), "steps"), "reads");
+    ck_assert_uint_eq(json_array_size(reads), 1);
+    ck_assert_uint_eq(json_array_size(json_array_get(reads, 0)), 1);
+    json_decref(read_back);
+    free(page);
+    mem_report_free(&report);
+}
+END_TEST
+
 START_TEST(nothing_outside_the_page_is_named) {
     mem_report report = report_of_one("csagrad mem", "stream");
     char *page = written(&report);
@@ -410,6 +432,7 @@ int main(void) {
     tcase_set_timeout(page, 120);
     tcase_add_test(page, figures_are_those_of_the_plans);
     tcase_add_test(page, growth_and_curves_are_those_of_the_report);
+    tcase_add_test(page, a_step_reads_a_value_once);
     tcase_add_test(page, nothing_outside_the_page_is_named);
     tcase_add_test(page, texts_cannot_leave_their_element);
     tcase_add_test(page, refused_rows_have_a_sentence_and_no_figures);

@@ -76,6 +76,29 @@ START_TEST(defaults_of_options) {
 }
 END_TEST
 
+/* Padding is 1 to 5 rows of each segment. */
+START_TEST(padding_of_segments) {
+    free(good("dump --seq 16 --batch 40 --set hidden_size=16 --padded --out padded"));
+    json_t *root = good_json("info padded --values 41 --json"), *entry, *offsets[2] = {0};
+    size_t i;
+    json_array_foreach(json_object_get(root, "tensors"), i, entry) {
+        const char *name = json_string_value(json_object_get(entry, "name"));
+        for (int real = 0; real < 2; real++)
+            if (!strcmp(name, real ? "in.cu_seqlens_q_real" : "in.cu_seqlens_q"))
+                offsets[real] = json_object_get(entry, "values");
+    }
+    ck_assert(offsets[0] && offsets[1]);
+    int64_t n[41][2];
+    for (size_t b = 0; b <= 40; b++)
+        for (int real = 0; real < 2; real++) n[b][real] = json_integer_value(json_array_get(offsets[real], b));
+    for (size_t b = 0; b < 40; b++) {
+        const int64_t padding = n[b + 1][0] - n[b][0] - (n[b + 1][1] - n[b][1]);
+        ck_assert(padding >= 1 && padding <= 5);
+    }
+    json_decref(root);
+}
+END_TEST
+
 /* ---- a small run ---- */
 
 enum { TEXT_BYTES = 3000000 };
@@ -91,7 +114,7 @@ static char *train(void) {
     }
     ck_assert_int_eq(fclose(file), 0);
     return good("train --data text --steps 1 --seq 32 --batch 1 --policy recompute --set eval_batches=1 --set "
-                "num_hidden_layers=1 --set compress_ratios=4 --set hidden_size=32");
+                "num_hidden_layers=2 --set compress_ratios=4,4 --set index_topk=2 --set hidden_size=32");
 }
 
 /* The first number behind a word. */
@@ -126,6 +149,17 @@ START_TEST(a_run_in_mib) {
     expect_mib("saved", number_behind(text, "kept for backward "), 0.01, number(step, "saved_bytes"));
     expect_mib("recomputed", number_behind(text, "computed again "), 0.01, number(step, "recomputed_bytes"));
     expect_mib("workspace", number_behind(text, "at most "), 0.01, number(step, "workspace_bytes"));
+    /* the mean of both layers, at the start and in the end */
+    double shown[2];
+    const char *kl = strstr(text, "indexer KL, nats per row ");
+    ck_assert(kl && sscanf(kl + strlen("indexer KL, nats per row "), "%lf %lf", &shown[0], &shown[1]) == 2);
+    for (int end = 0; end < 2; end++) {
+        const json_t *layers = json_object_get(end ? step : json_object_get(step, "start"), "indexers");
+        ck_assert_uint_eq(json_array_size(layers), 2);
+        const double mean =
+            (real_of(json_array_get(layers, 0), "kl") + real_of(json_array_get(layers, 1), "kl")) / 2;
+        ck_assert(mean > 0.01 && fabs(shown[end] - mean) <= 0.51e-4);
+    }
     /* a sixteenth is held out, in blocks of 4096 bytes */
     const int64_t held_out = (TEXT_BYTES / 16 + 4095) / 4096 * 4096;
     expect_mib("training", number_behind(text, "documents, "), 0.1, TEXT_BYTES - held_out);
@@ -164,6 +198,7 @@ START_TEST(tables_of_memory_in_mib) {
 END_TEST
 
 int main(void) {
-    const TTest *const tests[] = {defaults_of_keys, defaults_of_options, a_run_in_mib, tables_of_memory_in_mib};
+    const TTest *const tests[] = {defaults_of_keys, defaults_of_options, padding_of_segments, a_run_in_mib,
+                                  tables_of_memory_in_mib};
     return suite_run_in_folder("tools_words", tests, (int)(sizeof tests / sizeof *tests));
 }
