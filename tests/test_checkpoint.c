@@ -165,6 +165,53 @@ static void write_old(const char *path, uint64_t wrong) {
     ck_assert_msg(cg_safetensors_write(path, t, 3, metadata, 5, &error), "%s", error.text);
 }
 
+/* Newest first, as many as asked for; copies and half-written files are none. */
+START_TEST(list_of_a_folder) {
+    static const char *const names[] = {
+        "checkpoint-00000003.safetensors",  "checkpoint-00000012.safetensors",
+        "checkpoint-00000007.safetensors",  "checkpoint-00000020.safetensors.tmp",
+        "checkpoint-30.safetensors",        "checkpoint-00000040.safetensors.old",
+        "checkpoint-123456789.safetensors", "other"};
+    cg_error error = {0};
+    int64_t steps[3] = {0};
+    ck_assert_int_eq(mkdir(at("list"), 0777), 0);
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        char path[256];
+        snprintf(path, sizeof path, "%s/%s", at("list"), names[i]);
+        FILE *file = fopen(path, "w");
+        ck_assert(file && !fclose(file));
+    }
+    ck_assert_int_eq(cg_checkpoint_list(at("list"), steps, 3, &error), 3);
+    ck_assert(steps[0] == 123456789 && steps[1] == 12 && steps[2] == 7);
+    ck_assert_int_eq(cg_checkpoint_list(at("list"), steps, 1, &error), 1);
+    ck_assert_int_eq(steps[0], 123456789);
+    ck_assert_int_eq(cg_checkpoint_list(at("no_list"), steps, 3, &error), 0);
+}
+END_TEST
+
+/* As many numbers in another shape, and a run on other data. */
+START_TEST(shape_and_data_must_fit) {
+    float space[3][4];
+    cg_named_tensor t[3];
+    cg_checkpoint_facts now = {.data = facts.data};
+    cg_error error = {0};
+    write_good(at("fits"));
+    list_tensors(t);
+    for (int i = 0; i < 3; i++) t[i].tensor.data = space[i];
+    ck_assert_msg(cg_checkpoint_read(at("fits"), t, 3, &now, &error), "%s", error.text);
+    ck_assert(now.step == facts.step && space[1][2] == b[2]);
+    now.data++;
+    ck_assert(!cg_checkpoint_read(at("fits"), t, 3, &now, &error));
+    ck_assert_msg(strstr(error.text, "was trained on other data (fingerprint 000000000000002a"), "%s",
+                  error.text);
+    now.data--;
+    error = (cg_error){0};
+    t[0].tensor.shape = CG_SHAPE(4, 1);
+    ck_assert(!cg_checkpoint_read(at("fits"), t, 3, &now, &error));
+    ck_assert_msg(strstr(error.text, "layer.1.wq is f32 [2, 2], expected f32 [4, 1]"), "%s", error.text);
+}
+END_TEST
+
 START_TEST(older_files_are_read) {
     float x[4], y[4];
     int32_t z[4];
@@ -232,6 +279,7 @@ END_TEST
 int main(void) {
     if (!mkdtemp(folder)) return EXIT_FAILURE;
     const TTest *const tests[] = {everything_is_summed, tensors_must_be_those_of_the_model,
+                                  list_of_a_folder,     shape_and_data_must_fit,
                                   older_files_are_read, damaged_or_unreadable};
     int failed = suite_run("checkpoint", tests, (int)(sizeof tests / sizeof *tests));
     char command[64];

@@ -126,6 +126,31 @@ START_TEST(targets) {
 }
 END_TEST
 
+/* Logits whose exponentials are beyond all numbers: the same shares, since every one is e^800 times as large. */
+START_TEST(large_logits) {
+    numbers n;
+    numbers_of(&n, 2, 0);
+    for (int h = 0; h < 2; h++) {
+        for (int j = 0; j < 3; j++) n.logits[h * 3 + j] += 800;
+        n.window[h] += 800, n.sink[h] += 800;
+    }
+    expect_row("", &n.row, (const double[])THREE(4, 3, 0, 7), (const double[])THREE(1, 2, 0, 3), 1, false);
+    expect_row("teacher=sink", &n.row, (const double[])THREE(19, 18, 0, 37), (const double[])THREE(1, 2, 0, 3),
+               1, false);
+}
+END_TEST
+
+/* Three heads: two in the first half. Z = 8, 8, 1+1+1+1: a 1/8 + 3/8, b 2/8 + 1/8; of the third alone 1/4 each. */
+START_TEST(halves_of_an_odd_number) {
+    numbers n;
+    numbers_of(&n, 3, 0);
+    expect_row("heads=first-half", &n.row, (const double[])THREE(4, 3, 0, 7), (const double[])THREE(1, 2, 0, 3),
+               1, false);
+    expect_row("heads=second-half", &n.row, (const double[])THREE(1, 1, 0, 2),
+               (const double[])THREE(1, 2, 0, 3), 1, false);
+}
+END_TEST
+
 /* Four heads: Z = 8, 8, 1+1+1+1, 5+1+1+1; masses of a 1/8 3/8 2/8 5/8, of b 2/8 1/8 2/8 1/8. */
 START_TEST(ranks) {
     static const struct {
@@ -243,6 +268,12 @@ START_TEST(factors) {
         expect_close(list[i].text, &value, &list[i].value, 1, 1e-15);
         expect_close(list[i].text, &grad, &list[i].grad, 1, 1e-15);
     }
+    const cg_contract_counts none = {0}; /* a divisor is at least 1 */
+    for (int v = 0; v < cg_axis_count(CG_AXIS_REDUCTION); v++) {
+        cg_contract c = cg_contract_default();
+        c.value[CG_AXIS_REDUCTION] = v;
+        ck_assert_double_eq(cg_contract_value_factor(&c, &none, 0.5, 0), 0.5);
+    }
 }
 END_TEST
 
@@ -272,6 +303,16 @@ START_TEST(through_the_scores) {
         expect_close(list[i].text, dq, list[i].dq, 4, 0);
         expect_close(list[i].text, dk, list[i].dk, 6, 0);
     }
+    /* keys that stand elsewhere: rows 2, 0 and 1 of k */
+    static const double moved[] = {0, 1, 2, -1, 1, 0};
+    static const int32_t keys[] = {2, 0, 1};
+    const cg_contract_index elsewhere = {
+        .n_heads = 2, .head_dim = 2, .n_keys = 3, .q = q, .w = w, .dots = dots, .k = moved, .keys = keys};
+    const cg_contract c = contract("");
+    double dq[4], dk[6] = {0};
+    cg_contract_index_grad(&c, &elsewhere, ds, NULL, dq, dk);
+    expect_close("keys", dq, list[0].dq, 4, 0);
+    expect_close("keys", dk, (const double[]){2, -14, 0, 0, 2, 4}, 6, 0);
 }
 END_TEST
 
@@ -286,5 +327,5 @@ START_TEST(nothing_is_left_out) {
 }
 END_TEST
 
-SUITE("contract_by_hand", targets, ranks, small_masses, logarithms, factors, through_the_scores,
-      nothing_is_left_out)
+SUITE("contract_by_hand", targets, large_logits, halves_of_an_odd_number, ranks, small_masses, logarithms,
+      factors, through_the_scores, nothing_is_left_out)

@@ -2,6 +2,7 @@
  * contradict, names, the view of code that misreads offsets, and the type that numbers need. */
 #include "tests/support.h"
 
+#include <math.h>
 #include <stdint.h>
 #include <unistd.h>
 
@@ -335,6 +336,62 @@ START_TEST(facts_must_agree) {
     mask[10] = 0;
     mask[5] = 1;
     refused(&alone, "has a real row (segment 0, position 5) behind padding");
+}
+END_TEST
+
+/* f16 by its bits: signs, subnormal numbers, infinities, NaN. */
+START_TEST(halves) {
+    static const struct {
+        uint16_t bits;
+        double number;
+    } list[] = {{0x3c00, 1},       {0xc500, -5},        {0x0001, 0x1p-24},  {0x83ff, -0x3ffp-24},
+                {0x0400, 0x1p-14}, {0x7bff, 65504},     {0x7c00, INFINITY}, {0xfc00, -INFINITY},
+                {0x8000, -0.0},    {0x3555, 0x1.554p-2}};
+    int32_t lists[T * K];
+    uint16_t keys[C * D];
+    double row[D];
+    memory m = packed(lists);
+    for (int i = 0; i < C * D; i++) keys[i] = list[i % 10].bits;
+    add(&m, "compressed_kv", CG_F16, CG_SHAPE(C, D), keys);
+    cg_dump *d = opened(&m);
+    for (int s = 0, i = 0; s < 2; s++)
+        for (int64_t k = 0; k < d->n_keys[s]; k++) {
+            cg_dump_key(d, CG_DUMP_COMPRESSED_KV, s, k, row);
+            for (int c = 0; c < D; c++, i++)
+                ck_assert(row[c] == list[i % 10].number && signbit(row[c]) == signbit(list[i % 10].number));
+        }
+    cg_dump_close(d);
+}
+END_TEST
+
+/* Numbers that are counts. */
+START_TEST(counts_are_whole) {
+    int32_t lists[T * K];
+    for (int i = 0; i < 3; i++) {
+        memory m = packed(lists);
+        say(&m, i == 0 ? "topk" : i == 1 ? "window" : "compress_ratio", "2.5");
+        if (i == 2) m.meta[0][0] = "unused";
+        refused(&m, "expected an integer from");
+    }
+}
+END_TEST
+
+/* A mask [S, B] of a batch is read by its own sizes. */
+START_TEST(mask_of_a_batch) {
+    enum { S = 4, B = 3 };
+    float q[S * B * H * D] = {0}, keys[S / 2 * B * D] = {0};
+    uint8_t mask[S * B];
+    memory m = {.n = 0};
+    for (int s = 0; s < S; s++)
+        for (int b = 0; b < B; b++) mask[s * B + b] = s < S - b;
+    add(&m, "query", CG_F32, CG_SHAPE(S, B, H, D), q);
+    add(&m, "compressed_kv", CG_F32, CG_SHAPE(S / 2, B, D), keys);
+    add(&m, "query_valid_rows", CG_U8, CG_SHAPE(S, B), mask);
+    say(&m, "ratio", "2");
+    say(&m, "layout", "sbhd");
+    cg_dump *d = opened(&m);
+    for (int b = 0; b < B; b++) ck_assert_int_eq(d->real[b], S - b);
+    cg_dump_close(d);
 }
 END_TEST
 
@@ -768,6 +825,9 @@ int main(void) {
                                   heads_may_be_merged,
                                   a_loss_is_one_number,
                                   facts_must_agree,
+                                  halves,
+                                  counts_are_whole,
+                                  mask_of_a_batch,
                                   offsets_by_their_names,
                                   declared_words,
                                   names_of_frameworks,

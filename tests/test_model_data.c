@@ -254,12 +254,13 @@ START_TEST(short_documents_are_whole_segments) {
         put_numbers(name, d * 10, 5); /* 40 bytes */
     }
     cg_config config = small();
+    config.seq_len = 95; /* seven of them, and 5 rows that are too few for an eighth */
     cg_feed *feed = text(folder, &config);
     cg_batch *b = batch_of(feed);
     for (uint64_t index = 0; index < 200; index++) {
         cg_feed_batch(feed, index % 2, index, b);
         check_packing(feed, b);
-        EXPECT(b->n_real > b->n_rows - 40);
+        EXPECT(b->n_real == 280 && b->n_rows == 285);
         for (int64_t s = 0; s < b->max_segments; s++) {
             const int32_t *targets = b->targets + b->cu_seqlens[s];
             bool last = s + 1 == b->max_segments || b->seqlens[s + 1] == 0;
@@ -273,6 +274,30 @@ START_TEST(short_documents_are_whole_segments) {
     }
     cg_batch_free(b);
     cg_feed_free(feed);
+}
+END_TEST
+
+/* A run that goes on must go on with the same: the text, what of it is held out, and the sizes of recall. */
+START_TEST(fingerprints) {
+    cg_config config = small();
+    uint64_t of_name[2], of_size[6];
+    for (int i = 0; i < 2; i++) { /* which blocks are held out depends on a document's name */
+        enter_folder();
+        put_numbers(i ? "one" : "other", 0, 8 * 4096);
+        cg_feed *feed = text(folder, &config);
+        of_name[i] = cg_feed_facts_of(feed)->fingerprint;
+        cg_feed_free(feed);
+    }
+    ck_assert_uint_ne(of_name[0], of_name[1]);
+    for (int i = 0; i < 6; i++) {
+        config = cg_config_default(CG_TASK_RECALL);
+        config.recall_keys += i == 1, config.recall_values += i == 2, config.recall_pairs -= i == 3;
+        config.sliding_window += 8 * (i == 4), config.seq_len += 4 * (i == 5);
+        cg_feed *feed = recall(&config);
+        of_size[i] = cg_feed_facts_of(feed)->fingerprint;
+        cg_feed_free(feed);
+        for (int k = 0; k < i; k++) ck_assert_uint_ne(of_size[i], of_size[k]);
+    }
 }
 END_TEST
 
@@ -698,6 +723,7 @@ int main(void) {
     tcase_add_test(texts, text_is_deterministic);
     tcase_add_test(texts, text_parts_do_not_overlap);
     tcase_add_test(texts, short_documents_are_whole_segments);
+    tcase_add_test(texts, fingerprints);
     tcase_add_test(texts, one_sequence_and_two_tokens);
     tcase_add_test(texts, folders_are_walked);
     tcase_add_test(texts, useless_files_are_passed_over);
