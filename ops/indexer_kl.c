@@ -100,12 +100,12 @@ static cg_cost indexer_kl_grad_cost(const cg_node *node) {
         .shape = CG_DIMS(4, 5), .i32 = (int32_t[]) { ROW(0, 1), ROW(3, 1), ROW(3, 1), ROW(0, 0) }              \
     }
 
-/* The same without -inf and NaN at the inputs, which differences cannot step from. */
+/* The same without -inf and NaN at the inputs, which differences cannot step from; row 1 of a mass that is not 1. */
 #define PLAIN_SCORES                                                                                           \
     { .shape = CG_DIMS(3, 4) }
 #define PLAIN_TEACHER                                                                                          \
     {                                                                                                          \
-        .shape = CG_DIMS(3, 4), .real = (double[]) { .125, .5, .25, .125, 0, 0, .25, .75, .5, .25, .25, 0 }    \
+        .shape = CG_DIMS(3, 4), .real = (double[]) { .125, .5, .25, .125, 0, 0, .25, .5, .5, .25, .25, 0 }    \
     }
 #define PLAIN_ROWS                                                                                             \
     {                                                                                                          \

@@ -117,6 +117,23 @@ START_TEST(same_bits_on_any_number_of_threads) {
 }
 END_TEST
 
+/* There is nothing to warm up where no indexer is trained. */
+START_TEST(no_warmup_without_a_loss) {
+    for (int with = 0; with < 2; with++) {
+        cg_config config = small_config();
+        set(&config, "indexer_warmup", "2");
+        if (!with) set(&config, "indexer_loss_coeff", "0");
+        cg_feed *feed = feed_of(&config);
+        cg_trainer *trainer = trainer_of(&config, feed);
+        cg_metrics metrics[3];
+        train(trainer, 3, metrics);
+        for (int i = 0; i < 3; i++) ck_assert_int_eq(metrics[i].warming, with && i < 2);
+        cg_trainer_free(trainer);
+        cg_feed_free(feed);
+    }
+}
+END_TEST
+
 START_TEST(stop_and_resume_gives_the_same_bits) {
     cg_config config = small_config();
     set(&config, "indexer_warmup", "7"); /* the stop lies between the phases' borders and behind one */
@@ -422,7 +439,7 @@ START_TEST(micro_batches_weigh_by_their_tokens) {
 }
 END_TEST
 
-SUITE("train", same_bits_on_any_number_of_threads, stop_and_resume_gives_the_same_bits,
-      checkpoints_of_f32_and_bf16_are_alike, damaged_checkpoint_is_refused,
+SUITE("train", same_bits_on_any_number_of_threads, no_warmup_without_a_loss,
+      stop_and_resume_gives_the_same_bits, checkpoints_of_f32_and_bf16_are_alike, damaged_checkpoint_is_refused,
       checkpoint_of_another_model_is_refused, policies_agree, repeated_micro_batches_change_nothing,
       micro_batches_weigh_by_their_tokens)

@@ -324,6 +324,9 @@ static void expect_evaluation(const cg_config *config, const cg_feed *feed, cg_t
     ck_assert_int_gt(right, 0);
     expect_number("accuracy", got.val_accuracy, (double)right / (double)n_targets);
     if (config->task == CG_TASK_RECALL) expect_number("far", got.val_accuracy_far, got.val_accuracy);
+    double captured = 0;
+    for (int l = 0; l < got.n_layers; l++) captured += 1 - got.layers[l].kl / got.layers[l].kl_uniform;
+    expect_number("captured", got.captured, captured / got.n_layers);
     ck_assert_int_eq(got.n_layers, 1);
     ck_assert_int_gt(exercised, 0);
     ck_assert_int_eq(got.layers[0].rows, exercised);
