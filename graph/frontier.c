@@ -236,7 +236,7 @@ static void find_base(search *s, const bool *fixed, const int *candidate_of) {
         const cg_node *producer = value ? value->producer : storage->node;
         if (value && producer && candidate_of[producer->id] >= 0 && !storage->kept) continue;
         /* an output may lie in the place of an input that dies there: it counts from the next step on */
-        int first = storage->first + (value && producer && producer->op->overwrites && !storage->kept);
+        int first = storage->first + (value && producer && producer->op->overwrites);
         if (!value && producer->pass == CG_FORWARD && !fixed[storage->first]) continue;
         if (value && producer && producer->pass == CG_FORWARD && !storage->kept && !fixed[storage->first])
             continue;

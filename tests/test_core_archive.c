@@ -23,6 +23,7 @@ static void choose_path(const char *name) {
 }
 
 static void put_bytes(const void *bytes, size_t n) {
+    unlink(path); /* a file that is cut and filled anew is written to the disk at once */
     FILE *f = fopen(path, "wb");
     ck_assert_ptr_nonnull(f);
     ck_assert_uint_eq(fwrite(bytes, 1, n, f), n);
@@ -138,14 +139,20 @@ static bytes deflate_all(bytes in) {
 }
 
 static bytes zip_of(const member *members, int n, places *where) {
-    bytes b = {0}, directory = {0};
+    bytes b = {0}, directory = {0}, deflated = {0};
+    uint32_t crc = 0;
     places unused;
     if (!where) where = &unused;
     for (int i = 0; i < n; i++) {
         const member *m = &members[i];
         size_t name = strlen(m->name);
-        bytes packed = m->deflate ? deflate_all(m->data) : m->data;
-        uint32_t crc = (uint32_t)crc32(0, m->data.data, (uInt)m->data.n);
+        if (i == 0 || m->data.data != m[-1].data.data || m->data.n != m[-1].data.n) { /* else packed already */
+            crc = (uint32_t)crc32(0, m->data.data, (uInt)m->data.n);
+            free(deflated.data);
+            deflated.data = NULL;
+        }
+        if (m->deflate && !deflated.data) deflated = deflate_all(m->data);
+        const bytes packed = m->deflate ? deflated : m->data;
         uint32_t flags = m->flags        ? m->flags
                          : m->descriptor ? 8
                                          : 0,
@@ -200,8 +207,8 @@ static bytes zip_of(const member *members, int n, places *where) {
             add_number(&directory, packed.n, 8);
             add_number(&directory, where->local[i], 8);
         }
-        if (m->deflate) free(packed.data);
     }
+    free(deflated.data);
     size_t begin = add(&b, directory.data, directory.n);
     for (int i = 0; i < n; i++) where->entry[i] += begin;
     bool wide = n > 0 && members[0].zip64;
@@ -403,6 +410,22 @@ START_TEST(npy_fortran_order) {
     for (size_t i = 0; i < sizeof stored; i++) swapped[i] = ((unsigned char *)stored)[i ^ 3];
     expect_npy(1, DICT("'>f4'", "True", "(2, 3, 4)"), 0, swapped, sizeof stored, CG_F32, CG_SHAPE(2, 3, 4),
                wanted);
+}
+END_TEST
+
+/* Large ones are turned and swapped piece by piece, each piece to its own place. */
+START_TEST(npy_of_several_pieces) {
+    enum { ROWS = 300, COLS = 1000 };
+    static uint16_t wanted[ROWS * COLS], turned[ROWS * COLS], swapped[ROWS * COLS];
+    for (int i = 0; i < ROWS; i++)
+        for (int k = 0; k < COLS; k++) {
+            const int at = i * COLS + k;
+            wanted[at] = turned[k * ROWS + i] = (uint16_t)(at + (at >> 16) * 77);
+            swapped[at] = (uint16_t)(wanted[at] << 8 | wanted[at] >> 8);
+        }
+    const cg_shape shape = CG_SHAPE(ROWS, COLS);
+    expect_npy(1, DICT("'<u2'", "True", "(300, 1000)"), 0, turned, sizeof turned, CG_U16, shape, wanted);
+    expect_npy(1, DICT("'>u2'", "False", "(300, 1000)"), 0, swapped, sizeof swapped, CG_U16, shape, wanted);
 }
 END_TEST
 
@@ -977,6 +1000,9 @@ START_TEST(elements_as_doubles) {
     ck_assert_double_eq(GET(CG_F16, 0, 0xfc), -INFINITY);
     ck_assert_double_nan(GET(CG_F16, 1, 0x7c));
     ck_assert_double_eq(cg_dtype_get(CG_F32, (float[]){1, 2, 3}, 2), 3);
+    ck_assert_double_eq(cg_dtype_get(CG_U64, (uint64_t[]){UINT64_MAX}, 0), 0x1p64);
+    ck_assert_int_eq(cg_dtype_whole(CG_U64, (uint64_t[]){0, UINT64_MAX}, 1), INT64_MAX);
+    ck_assert_int_eq(cg_dtype_whole(CG_U64, (uint64_t[]){INT64_MAX}, 0), INT64_MAX);
 }
 END_TEST
 
@@ -995,6 +1021,7 @@ int main(void) {
     tcase_add_test(tcase, npy_dtypes);
     tcase_add_test(tcase, npy_unread);
     tcase_add_test(tcase, npy_fortran_order);
+    tcase_add_test(tcase, npy_of_several_pieces);
     tcase_add_test(tcase, npy_bad_headers);
     tcase_add_test(tcase, npy_bad_starts);
     tcase_add_test(tcase, npy_cut_and_damaged);

@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "core/file.h"
+#include "core/shown.h"
 
 /* These stand before those of the C library, to act like a disk that is slow, interrupted or broken. */
 static bool write_in_pieces;
@@ -294,8 +295,39 @@ START_TEST(control_characters_are_escaped) {
     many[sizeof many - 1] = 0;
     error = (cg_error){0};
     cg_fail(&error, CG_BAD_INPUT, "%s", many);
-    ck_assert_int_lt(strlen(error.text), CG_ERROR_TEXT);
+    ck_assert_ptr_nonnull(memchr(error.text, 0, CG_ERROR_TEXT));
     ck_assert_int_gt(strlen(error.text), CG_ERROR_TEXT - 8);
+    error = (cg_error){0}; /* a long form of a line end, half of a pair, the end of an isolate */
+    cg_fail(&error, CG_BAD_INPUT, "%s", "\xc0\x8a \xed\xa0\x80 \xe2\x81\xa9");
+    ck_assert_str_eq(error.text, "\\xc0\\x8a \\xed\\xa0\\x80 \\u2069");
+}
+END_TEST
+
+/* Words are cut at their end, paths at their begin, and neither inside a letter. */
+START_TEST(what_is_shown_is_cut_between_letters) {
+    char word[304] = "x";
+    for (int i = 0; i < 150; i++) memcpy(word + 1 + 2 * i, "\xc3\xa9", 3);
+    const cg_shown_word cut = cg_shown(word);
+    const cg_shown_end end = cg_shown_path(word), odd = cg_shown_path(strcat(word, "x"));
+    ck_assert_uint_eq(strlen(cut.text), 77 + 3);
+    ck_assert_int_eq(strncmp(cut.text, word, 77), 0);
+    ck_assert_str_eq(cut.text + 77, "...");
+    ck_assert_str_eq(cg_shown("x").text, "x");
+    ck_assert_int_eq(strncmp(end.text, "...", 3), 0);
+    ck_assert_uint_eq(strlen(end.text), 3 + 160);
+    ck_assert_int_eq(strncmp(odd.text, "...\xc3\xa9", 5), 0);
+    ck_assert_uint_eq(strlen(odd.text), 3 + 159);
+}
+END_TEST
+
+/* What the machine lacks is no mistake of the user's. */
+START_TEST(whose_failure_it_is) {
+    static const int machine[] = {ENOSPC, EDQUOT, EFBIG, EIO, ENOMEM, EMFILE, ENFILE, ESTALE},
+                     user[] = {ENOENT, EACCES, ENOTDIR, EISDIR, EROFS, ENAMETOOLONG};
+    for (size_t i = 0; i < sizeof machine / sizeof *machine; i++)
+        ck_assert_int_eq(cg_errno_code(machine[i]), CG_FAILED);
+    for (size_t i = 0; i < sizeof user / sizeof *user; i++)
+        ck_assert_int_eq(cg_errno_code(user[i]), CG_BAD_INPUT);
 }
 END_TEST
 
@@ -538,6 +570,8 @@ int main(void) {
     tcase_add_test(write, stale_tmp_is_removed);
     tcase_add_test(write, what_could_be_written);
     tcase_add_test(write, control_characters_are_escaped);
+    tcase_add_test(write, what_is_shown_is_cut_between_letters);
+    tcase_add_test(write, whose_failure_it_is);
     tcase_add_test(write, unfinished_files_are_removed);
     tcase_add_test(write, two_writers_do_not_mix);
     tcase_add_test(write, permissions_are_kept);

@@ -10,6 +10,8 @@ static cg_isa highest(void) {
 }
 
 START_TEST(the_highest_by_default) {
+    ask_for(""); /* none */
+    ck_assert(cg_isa_obeyed(NULL));
     unsetenv("CSAGRAD_ISA");
     ck_assert(cg_isa_obeyed(NULL));
     ck_assert_int_eq(cg_isa_used(), highest());
@@ -45,8 +47,10 @@ START_TEST(one_sentence_for_what_cannot_be) {
 }
 END_TEST
 
-/* Most ops have a kernel of their own for each path (the others move numbers or call cg_gemm), never for some paths. */
+/* Most ops have a kernel of their own for each path (the others move numbers or call cg_gemm), never for some paths;
+ * that of the path in use is the one that runs. */
 START_TEST(ops_have_kernels_for_all_paths) {
+    unsetenv("CSAGRAD_ISA");
     int n_with = 0, n_without = 0;
     for (int i = 0; i < cg_all_ops.n; i++) {
         const cg_op *op = cg_all_ops.list[i];
@@ -58,6 +62,8 @@ START_TEST(ops_have_kernels_for_all_paths) {
                 for (int other = 0; run[isa] && other < isa; other++) ck_assert(run[isa] != run[other]);
             }
             if (own && own != CG_ISAS - 1) ck_abort_msg("%s has kernels for some paths", op->name);
+            const cg_kernel here = run[highest()];
+            ck_assert(cg_op_kernel(op, (cg_dtype)dtype) == (here ? here : run[CG_PORTABLE]));
             n_with += own > 0;
             n_without += run[CG_PORTABLE] && !own;
         }

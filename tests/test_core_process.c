@@ -1,9 +1,10 @@
 /* The most memory that this process may ever have: read from a tree of the kernel's files made here, and from limits of
  * the process itself. */
-#define _GNU_SOURCE /* nftw */
+#define _GNU_SOURCE /* nftw, MAP_POPULATE */
 #include "tests/support.h"
 
 #include <ftw.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -130,4 +131,19 @@ START_TEST(limits_of_the_process) {
 }
 END_TEST
 
-SUITE("process", limits_of_groups, limits_of_the_process)
+/* The kernel counts in kB, which are 1024 bytes. */
+START_TEST(memory_in_use) {
+    const int64_t bytes = 64 << 20, before = cg_process_resident_bytes();
+    void *memory =
+        mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+    ck_assert(memory != MAP_FAILED);
+    const int64_t after = cg_process_resident_bytes();
+    ck_assert_int_gt(before, 0);
+    ck_assert_int_ge(after - before, bytes - bytes / 100);
+    ck_assert_int_le(after - before, bytes + bytes / 100);
+    ck_assert_int_eq(munmap(memory, (size_t)bytes), 0);
+    ck_assert_int_ge(cg_process_peak_bytes(), before + bytes - bytes / 100);
+}
+END_TEST
+
+SUITE("process", limits_of_groups, limits_of_the_process, memory_in_use)

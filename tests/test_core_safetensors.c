@@ -23,6 +23,7 @@ static void choose_path(void) {
 }
 
 static void put_bytes(const void *bytes, size_t n) {
+    unlink(path); /* a file that is cut and filled anew is written to the disk at once */
     FILE *f = fopen(path, "wb");
     ck_assert_ptr_nonnull(f);
     ck_assert_uint_eq(fwrite(bytes, 1, n, f), n);

@@ -40,6 +40,29 @@ START_TEST(leaves_start_as_zeros_and_stay) {
 }
 END_TEST
 
+/* Any part of a value, also of more numbers than are turned at a time. */
+START_TEST(parts_are_written_and_read) {
+    enum { N = 2500 };
+    cg_graph *graph = cg_graph_new(&t_ops);
+    cg_value *x = t_leaf(graph, CG_LEAF_INPUT, "x", N);
+    cg_keep(T_APPLY(&t_relu, NULL, x));
+    cg_plan *plan = t_plan(graph, NULL);
+    cg_exec *exec = t_exec(plan, NULL);
+    double numbers[N], back[N];
+    for (int i = 0; i < N; i++) numbers[i] = i;
+    cg_exec_write_real(exec, x, 0, N, numbers);
+    numbers[3] = -1, numbers[4] = -2;
+    cg_exec_write_part(exec, x, 3, 2, numbers + 3);
+    cg_exec_read_real(exec, x, 1, N - 1, back);
+    ck_assert_mem_eq(back, numbers + 1, (N - 1) * sizeof *back);
+    cg_exec_read_part(exec, x, 2, 4, back);
+    ck_assert_mem_eq(back, numbers + 2, 4 * sizeof *back);
+    cg_exec_free(exec);
+    cg_plan_free(plan);
+    cg_graph_free(graph);
+}
+END_TEST
+
 /* A step of micro-batches: forward and backward twice, then the optimizer once. */
 START_TEST(passes_run_apart) {
     for (int separate = 0; separate < 2; separate++) {
@@ -250,6 +273,38 @@ START_TEST(failures_name_the_place) {
 }
 END_TEST
 
+static cg_op bad_relu_grad;
+static void bad_relu_build(cg_graph *graph, const cg_node *node, cg_value *const *dout, cg_value **din) {
+    din[0] = T_APPLY(&bad_relu_grad, NULL, dout[0], node->out[0]);
+}
+
+/* A backward that failed has used its forward up. */
+START_TEST(backward_fails_once) {
+    cg_op bad = t_relu;
+    bad.grad = bad_relu_build;
+    bad_relu_grad = t_relu_grad;
+    bad_relu_grad.run[CG_F64][CG_PORTABLE] = fails_silently;
+    cg_graph *graph = cg_graph_new(&t_ops);
+    cg_value *w = t_leaf(graph, CG_LEAF_PARAMETER, "w", 4), *seed = t_leaf(graph, CG_LEAF_INPUT, "seed", 4),
+             *dw;
+    cg_value *y = T_APPLY(&bad, NULL, w);
+    ck_assert(cg_autodiff(graph, &y, &seed, 1, &w, 1, &dw));
+    cg_keep(dw);
+    cg_plan *plan = t_plan(graph, NULL);
+    cg_exec *exec = t_exec(plan, NULL);
+    t_run(exec, CG_PASS_BIT(CG_FORWARD));
+    for (int k = 0; k < 2; k++) {
+        cg_error error = {0};
+        ck_assert(!cg_exec_run(exec, CG_PASS_BIT(CG_BACKWARD), &error));
+        t_expect_text(error.text,
+                      k ? "backward needs a forward run of its own before it" : "relu_grad: failed");
+    }
+    cg_exec_free(exec);
+    cg_plan_free(plan);
+    cg_graph_free(graph);
+}
+END_TEST
+
 /* A layered step with backward and a choice. */
 static cg_graph *layered(int n_layers, int64_t width, cg_value **loss) {
     cg_graph *graph = cg_graph_new(&t_ops);
@@ -383,6 +438,7 @@ START_TEST(overhead_per_step) {
 }
 END_TEST
 
-SUITE("graph_exec", leaves_start_as_zeros_and_stay, passes_run_apart, backward_needs_a_forward, external_leaves,
-      too_large_for_the_machine, a_run_is_stopped, failures_name_the_place, runs_allocate_nothing,
-      choices_are_held, what_the_plan_does_not_hold, overhead_per_step)
+SUITE("graph_exec", leaves_start_as_zeros_and_stay, parts_are_written_and_read, passes_run_apart,
+      backward_needs_a_forward, external_leaves, too_large_for_the_machine, a_run_is_stopped,
+      failures_name_the_place, backward_fails_once, runs_allocate_nothing, choices_are_held,
+      what_the_plan_does_not_hold, overhead_per_step)

@@ -430,6 +430,13 @@ START_TEST(constants_are_held_fixed) {
 END_TEST
 
 /* Some entries of a large leaf, evenly spread, and the leaf itself untouched. */
+static bool one_column_run(const cg_run_args *args) {
+    t_relu_grad_run(args);
+    for (int64_t i = 0; i < t_size(&args->out[0]); i++)
+        if (i % 100) ((double *)args->out[0].data)[i] = 0;
+    return true;
+}
+
 START_TEST(some_entries) {
     checked c = {.graph = cg_graph_new(&t_ops)};
     cg_graph *graph = c.graph;
@@ -448,6 +455,36 @@ START_TEST(some_entries) {
     ck_assert(!memcmp(before, cg_exec_data(c.exec, c.wrt), sizeof before));
     c.check.tolerance = 1e-30; /* no difference is that good */
     ck_assert(!check_end(&c).ok);
+
+    /* not the first of each stretch: they may all lie in one column, and be right */
+    cg_op relu = t_relu;
+    relu.grad = wrong_relu_build;
+    wrong_relu_grad = t_relu_grad;
+    wrong_relu_grad.run[CG_F64][CG_PORTABLE] = one_column_run;
+    c = (checked){.graph = graph = cg_graph_new(&t_ops)};
+    c.wrt = t_leaf(graph, CG_LEAF_PARAMETER, "x", 1000);
+    c.out = T_APPLY(&t_sum, NULL, T_APPLY(&relu, NULL, c.wrt));
+    check_begin(&c);
+    c.check.max_entries = 10;
+    ck_assert(!check_end(&c).ok);
+}
+END_TEST
+
+/* Zeros that agree, and no entries at all. */
+START_TEST(no_gradient_is_no_pass) {
+    for (int n = 0; n <= 3; n += 3) {
+        checked c = {.graph = cg_graph_new(&t_ops)};
+        cg_graph *graph = c.graph;
+        cg_op constant = t_relu;
+        constant.run[CG_F64][CG_PORTABLE] = constant_run;
+        constant.grad = zero_build;
+        c.wrt = t_leaf(graph, CG_LEAF_PARAMETER, "x", n);
+        c.out = T_APPLY(&constant, NULL, c.wrt);
+        check_begin(&c);
+        cg_gradcheck_report report = check_end(&c);
+        ck_assert_int_eq(report.n_entries, n);
+        ck_assert(!report.ok);
+    }
 }
 END_TEST
 
@@ -483,4 +520,5 @@ END_TEST
 
 SUITE("graph_gradcheck", wrong_gradients_fail, every_case_counts, kinks_are_counted_apart,
       kinks_excuse_nothing_else, nothing_compared_is_no_pass, failures_of_the_run_are_errors,
-      choices_are_held_fixed, constants_are_held_fixed, some_entries, what_cannot_be_checked_is_refused)
+      choices_are_held_fixed, constants_are_held_fixed, some_entries, no_gradient_is_no_pass,
+      what_cannot_be_checked_is_refused)

@@ -486,6 +486,26 @@ START_TEST(kept_alias_is_not_taken_over) {
 }
 END_TEST
 
+/* A leaf is there for the next run, also when the last step alone reads it. */
+START_TEST(leaves_are_not_taken_over) {
+    cg_graph *graph = cg_graph_new(&t_ops);
+    cg_value *x = t_leaf(graph, CG_LEAF_INPUT, "x", 8);
+    cg_keep(cg_scale(graph, t_leaf(graph, CG_LEAF_INPUT, "other", 8), 2));
+    cg_value *y = cg_keep(T_APPLY(&t_relu, NULL, x));
+    cg_plan *plan = t_plan(graph, NULL);
+    ck_assert_int_eq(plan->n_steps, 2);
+    cg_exec *exec = t_exec(plan, NULL);
+    double *data = cg_exec_data(exec, x);
+    for (int i = 0; i < 8; i++) data[i] = i - 4;
+    t_run(exec, CG_ALL_PASSES);
+    for (int i = 0; i < 8; i++) ck_assert(data[i] == i - 4);
+    ck_assert(((double *)cg_exec_data(exec, y))[0] == 0);
+    cg_exec_free(exec);
+    cg_plan_free(plan);
+    cg_graph_free(graph);
+}
+END_TEST
+
 /* A choice that is held keeps its indices while the nodes before it run again. */
 START_TEST(held_choice_outlives_a_run) {
     for (int separate = 0; separate < 2; separate++) {
@@ -672,6 +692,6 @@ START_TEST(large_graph_plans_fast) {
 }
 END_TEST
 
-SUITE("graph_plan", random_graphs, kept_alias_is_not_taken_over, held_choice_outlives_a_run,
-      other_sizes_are_not_in_place, alias_in_backward_saves_nothing, sizes_that_do_not_fit,
-      workspace_that_does_not_fit, empty_values, large_graph_plans_fast)
+SUITE("graph_plan", random_graphs, kept_alias_is_not_taken_over, leaves_are_not_taken_over,
+      held_choice_outlives_a_run, other_sizes_are_not_in_place, alias_in_backward_saves_nothing,
+      sizes_that_do_not_fit, workspace_that_does_not_fit, empty_values, large_graph_plans_fast)

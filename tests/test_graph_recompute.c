@@ -307,6 +307,15 @@ START_TEST(saved_values_vanish) {
     ck_assert_int_eq(count_saved(m.graph, &cg_op_scale, &after), SCOPES - 1);
     ck_assert_int_eq(after, before);
     cg_graph_free(m.graph);
+    cg_graph *graph = cg_graph_new(&t_ops); /* what backward reads under another shape of another shape */
+    m = (net){.graph = graph, .n = 1};
+    cg_value *y = T_APPLY(&t_relu, NULL, m.w[0] = t_leaf(graph, CG_LEAF_PARAMETER, "w", 8));
+    y = cg_reshape(graph, cg_reshape(graph, y, CG_SHAPE(2, 4)), CG_SHAPE(1, 8));
+    m.loss = T_APPLY(&t_sum, NULL, mul(graph, y, y));
+    net_backward(&m);
+    ck_assert(cg_recompute(graph, "relu", NULL));
+    ck_assert_int_eq(count_saved(graph, &t_relu, &after), 0);
+    cg_graph_free(graph);
 }
 END_TEST
 

@@ -106,6 +106,29 @@ START_TEST(loss_and_gradients_are_near_f32) {
 }
 END_TEST
 
+/* The gradient of a parameter that is rounded for a product: as many ones as bf16 cannot count. */
+START_TEST(gradients_of_parameters_are_not_rounded) {
+    enum { N = 257 };
+    cg_graph *graph = cg_graph_new(&cg_all_ops);
+    cg_value *x = cg_leaf(graph, CG_LEAF_INPUT, "x", CG_BF16, CG_SHAPE(N, 2)), *dw;
+    cg_value *w = cg_leaf(graph, CG_LEAF_PARAMETER, "w", CG_F32, CG_SHAPE(2, 3));
+    cg_value *seed = cg_leaf(graph, CG_LEAF_INPUT, "seed", CG_BF16, CG_SHAPE(N, 3));
+    cg_value *y = cg_matmul(graph, x, cg_cast(graph, w, CG_BF16), false, false);
+    ck_assert(cg_autodiff(graph, &y, &seed, 1, &w, 1, &dw));
+    cg_keep(dw);
+    cg_plan *plan = cg_plan_make(graph, NULL, NULL);
+    cg_exec *exec = cg_exec_new(plan, NULL, NULL);
+    ck_assert_ptr_nonnull(exec);
+    for (int i = 0; i < 2 * N; i++) cg_exec_set(exec, x, i, 1);
+    for (int i = 0; i < 3 * N; i++) cg_exec_set(exec, seed, i, 1);
+    ck_assert(cg_exec_run(exec, CG_ALL_PASSES, NULL));
+    for (int i = 0; i < 6; i++) ck_assert(cg_exec_get(exec, dw, i) == N);
+    cg_exec_free(exec);
+    cg_plan_free(plan);
+    cg_graph_free(graph);
+}
+END_TEST
+
 static void expect_same_gradients(const cg_probe *a, const cg_probe *b, const char *how) {
     for (int p = 0; p < a->model->n_params; p++) {
         char name[256];
@@ -180,5 +203,5 @@ START_TEST(saved_scores_are_bf16) {
 }
 END_TEST
 
-SUITE("bf16", loss_and_gradients_are_near_f32, same_bits_and_memory_as_planned, recompute_gives_the_same_bits,
-      saved_scores_are_bf16)
+SUITE("bf16", loss_and_gradients_are_near_f32, gradients_of_parameters_are_not_rounded,
+      same_bits_and_memory_as_planned, recompute_gives_the_same_bits, saved_scores_are_bf16)
