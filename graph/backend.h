@@ -3,7 +3,7 @@
 #ifndef CG_GRAPH_BACKEND_H
 #define CG_GRAPH_BACKEND_H
 
-#include "core/device.h"
+#include "core/device/device.h"
 #include "graph/op.h"
 
 /* What kernels of a device found wrong with their data. They cannot stop the run: the record is read at its end. All

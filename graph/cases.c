@@ -1,7 +1,7 @@
 #include "graph/cases.h"
 
-#include "core/bf16.h"
-#include "core/rng.h"
+#include "core/base/bf16.h"
+#include "core/base/rng.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,6 +1,6 @@
 #include "graph/exec.h"
 
-#include "core/process.h"
+#include "core/base/process.h"
 #include "graph/widen.h"
 
 #include <math.h>

@@ -25,7 +25,7 @@ typedef struct cg_exec_options {
 } cg_exec_options;
 
 /* False, with both numbers, for a plan of the CPU whose peak is above the machine's memory or a limit below that
- * (core/process.h): such a step would be killed in its middle. */
+ * (core/base/process.h): such a step would be killed in its middle. */
 bool cg_exec_has_room(const cg_plan *plan, cg_error *error);
 
 /* Reserve the arena, where there is room for it. The plan must outlive the executor. Leaves start as zeros. */

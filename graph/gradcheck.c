@@ -1,6 +1,6 @@
 #include "graph/gradcheck.h"
 
-#include "core/rng.h"
+#include "core/base/rng.h"
 
 #include <float.h>
 #include <math.h>

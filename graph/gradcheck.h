@@ -43,7 +43,7 @@ bool cg_gradcheck_op(const cg_op_set *ops, const cg_op *op, const cg_backend *ba
 /* Keep the outputs of all nodes that choose, so that they can be held fixed. */
 void cg_keep_choices(cg_graph *graph);
 
-/* Put a hold (ops/hold.c) wherever a forward node that gradients flow through reads a value that moves with a
+/* Put a hold (ops/nn/hold.c) wherever a forward node that gradients flow through reads a value that moves with a
  * parameter but passes no gradient on: a constant output, a detached value, an input that the op takes as a
  * constant. Before or after cg_autodiff; before cg_recompute. */
 bool cg_hold_constants(cg_graph *graph);

@@ -16,7 +16,7 @@
 #ifndef CG_GRAPH_GRAPH_H
 #define CG_GRAPH_GRAPH_H
 
-#include "core/tensor.h"
+#include "core/base/tensor.h"
 
 typedef struct cg_graph cg_graph;
 typedef struct cg_node cg_node;

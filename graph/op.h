@@ -1,7 +1,7 @@
-/* What an op is: one const table per op, in one file ops/<op>.c. A sketch of such a file:
+/* What an op is: one const table per op, in one file ops/<room>/<op>.c. A sketch of such a file:
  *
  *     #include "graph/op.h"                       header comment, infer, grad, cases ...
- *     #define CG_KERNEL_FILE "ops/scale.c"        kernels written once for float and double:
+ *     #define CG_KERNEL_FILE "ops/nn/scale.c"        kernels written once for float and double:
  *     #include "ops/kernel.h"                     see there
  *
  *     const cg_op cg_op_scale = {
@@ -11,7 +11,7 @@
 #ifndef CG_GRAPH_OP_H
 #define CG_GRAPH_OP_H
 
-#include "core/isa.h"
+#include "core/base/isa.h"
 #include "graph/graph.h"
 
 enum { CG_MAX_IN = 14, CG_MAX_OUT = 6 };

@@ -1,5 +1,5 @@
 #include "graph/op.h"
-#include "core/suggest.h"
+#include "core/base/suggest.h"
 
 #include <fnmatch.h>
 #include <stdio.h>

@@ -1,7 +1,7 @@
 #include "graph/widen.h"
 
-#include "core/bf16.h"
-#include "core/threads.h"
+#include "core/base/bf16.h"
+#include "core/base/threads.h"
 
 enum {
     MAX_TENSORS = CG_MAX_IN + CG_MAX_OUT,

@@ -1,4 +1,4 @@
-/* Builders of all ops. Shapes use the letters of core/tensor.h; "real" is f32, f64 or bf16, the same for all real
+/* Builders of all ops. Shapes use the letters of core/base/tensor.h; "real" is f32, f64 or bf16, the same for all real
  * inputs of an op but for statistics, which are f32 beside bf16 (graph/op.h); indices are i32. Each op's file holds its formula, what it saves, and what it refuses.
  *
  * Packed rows. All sequences are packed: token rows [T, ...], segments (documents) laid end to end at physical

@@ -5,7 +5,7 @@
 
 #include "tests/support.h"
 
-#include "core/rng.h"
+#include "core/base/rng.h"
 
 #define FOR_REAL(dtype) for (cg_dtype dtype = CG_F32; dtype <= CG_F64; dtype++)
 

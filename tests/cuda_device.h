@@ -6,7 +6,7 @@
 #include "tests/support.h"
 
 #include "ops/cuda/cuda_ops.h"
-#include "tests/cuda_host/device_host.h"
+#include "ops/cuda/host/device_host.h"
 
 static cg_device *device;
 static cg_backend backend;

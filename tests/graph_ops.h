@@ -6,7 +6,7 @@
 
 #include "tests/support.h"
 
-#include "core/rng.h"
+#include "core/base/rng.h"
 
 extern const cg_op cg_op_add, cg_op_scale, cg_op_reshape, cg_op_detach, cg_op_zeros;
 static const cg_op t_mul, t_relu, t_relu_grad, t_sum, t_fill, t_join, t_part, t_pad, t_twin, t_choose, t_pick,

@@ -19,9 +19,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/isa.h"
-#include "core/safetensors.h"
-#include "core/threads.h"
+#include "core/base/isa.h"
+#include "core/files/safetensors.h"
+#include "core/base/threads.h"
 #include "graph/cases.h"
 #include "ops/ops.h"
 

@@ -2,10 +2,10 @@
  * tests/CASES.md), each tried over its whole kind. */
 #include "tests/support.h"
 
-#include "core/rng.h"
-#include "models/layer_check.h"
-#include "models/step.h"
-#include "models/trainer.h"
+#include "core/base/rng.h"
+#include "models/dsv4/layer_check.h"
+#include "models/train/step.h"
+#include "models/train/trainer.h"
 
 static const cg_dtype dtypes[] = {CG_F32, CG_F64};
 static const char *const policies[] = {"stream", "save", "recompute"};

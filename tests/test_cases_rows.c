@@ -2,9 +2,9 @@
  * its whole kind: sizes, places, block borders. */
 #include "tests/support.h"
 
-#include "core/rng.h"
+#include "core/base/rng.h"
 #include "graph/gradcheck.h"
-#include "models/contract.h"
+#include "models/check/contract.h"
 
 #define FOR_REAL(dtype) for (cg_dtype dtype = CG_F32; dtype <= CG_F64; dtype++)
 

@@ -1,7 +1,7 @@
 /* tests/CASES.md names tests: each must be there and be run, and no case may be missing, so that the table cannot rot. */
 #include "tests/support.h"
 
-#include "core/file.h"
+#include "core/base/file.h"
 
 static char *read_source(const char *name) {
     char path[512], *text = NULL;

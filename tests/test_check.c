@@ -6,8 +6,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "models/dump_write.h"
-#include "models/verdict.h"
+#include "models/check/dump_write.h"
+#include "models/check/verdict.h"
 
 static char folder[] = "/tmp/csagrad_check_XXXXXX";
 

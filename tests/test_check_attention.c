@@ -4,9 +4,9 @@
 
 #include <unistd.h>
 
-#include "core/bf16.h"
-#include "models/dump_write.h"
-#include "models/verdict.h"
+#include "core/base/bf16.h"
+#include "models/check/dump_write.h"
+#include "models/check/verdict.h"
 
 static char folder[] = "/tmp/csagrad_attention_XXXXXX";
 

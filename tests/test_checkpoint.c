@@ -1,7 +1,7 @@
 /* Checkpoints as files: what their checksum sees, files of the older format, what counts as damaged. */
 #include "tests/support.h"
 
-#include "models/checkpoint.h"
+#include "models/train/checkpoint.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -3,7 +3,7 @@
 
 #include <unistd.h>
 
-#include "models/compressor_check.h"
+#include "models/check/compressor_check.h"
 
 static cg_archive *stored(void) {
     char path[512];

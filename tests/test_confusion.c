@@ -10,9 +10,9 @@
 
 #include <unistd.h>
 
-#include "core/rng.h"
-#include "models/dump_write.h"
-#include "models/verdict.h"
+#include "core/base/rng.h"
+#include "models/check/dump_write.h"
+#include "models/check/verdict.h"
 
 static char folder[] = "/tmp/csagrad_confusion_XXXXXX";
 

@@ -2,8 +2,8 @@
  * stored vectors and against the engine's ops; every derivative against a central difference; names and text. */
 #include "tests/support.h"
 
-#include "core/rng.h"
-#include "models/contract.h"
+#include "core/base/rng.h"
+#include "models/check/contract.h"
 
 enum { KEYS = 8 };
 

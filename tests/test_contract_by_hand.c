@@ -3,7 +3,7 @@
  * Every value of every axis and every fault has its numbers here. */
 #include "tests/support.h"
 
-#include "models/contract.h"
+#include "models/check/contract.h"
 
 /* What has been tried, so that no value and no fault is left out. */
 static bool tried[CG_AXES][8], tried_fault[CG_FAULTS];

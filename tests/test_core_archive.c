@@ -12,8 +12,8 @@
 
 #include <zlib.h>
 
-#include "core/archive.h"
-#include "core/file.h"
+#include "core/files/archive.h"
+#include "core/base/file.h"
 
 static char root[] = "test_core_archive_XXXXXX"; /* made by main, one for all tests */
 static char path[64];                            /* the file of the running test */

@@ -1,8 +1,8 @@
 /* bf16: every value there and back, rounding between all neighbours, arrays as their elements. */
 #include "tests/support.h"
 
-#include "core/bf16.h"
-#include "core/tensor.h"
+#include "core/base/bf16.h"
+#include "core/base/tensor.h"
 
 static float float_of(uint32_t bits) {
     float x;

@@ -14,8 +14,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "core/file.h"
-#include "core/shown.h"
+#include "core/base/file.h"
+#include "core/base/shown.h"
 
 /* These stand before those of the C library, to act like a disk that is slow, interrupted or broken. */
 static bool write_in_pieces;

@@ -2,8 +2,8 @@
 
 #include <omp.h>
 
-#include "core/gemm.h"
-#include "core/threads.h"
+#include "core/math/gemm.h"
+#include "core/base/threads.h"
 
 enum { GUARD = 64, GUARD_BYTE = 0xA5 };
 

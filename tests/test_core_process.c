@@ -9,8 +9,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "core/file.h"
-#include "core/process.h"
+#include "core/base/file.h"
+#include "core/base/process.h"
 
 static char root[] = "/tmp/csagrad_process_XXXXXX";
 

@@ -3,8 +3,8 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "core/rng.h"
-#include "core/suggest.h"
+#include "core/base/rng.h"
+#include "core/base/suggest.h"
 
 /* The three vectors of Random123's kat_vectors for philox4x32-10: the first word is cg_random_u32, the first
  * two but for their last two bits are cg_random_below with n = 2^62. */

@@ -11,8 +11,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "core/file.h"
-#include "core/safetensors.h"
+#include "core/base/file.h"
+#include "core/files/safetensors.h"
 
 static char root[] = "test_core_safetensors_XXXXXX"; /* made by main, one for all tests */
 static char path[64];                                /* the file of the running test */

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/tensor.h"
+#include "core/base/tensor.h"
 
 START_TEST(dtypes) {
     static const struct {

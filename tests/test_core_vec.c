@@ -1,6 +1,6 @@
 #include "tests/support.h"
 
-#include "core/vec.h"
+#include "core/math/vec.h"
 
 /* Passed asserts cost a system call each: the long loops abort instead. */
 enum { N = 20011 }; /* odd: ends inside a vector of any width */

@@ -3,8 +3,8 @@
  * tiles and groups of heads, places that are empty, rows that see nothing. */
 #include "tests/cuda_device.h"
 
-#include "core/bf16.h"
-#include "core/rng.h"
+#include "core/base/bf16.h"
+#include "core/base/rng.h"
 #include "ops/attributes.h"
 
 extern const cg_op cg_op_csa_attention, cg_op_csa_attention_grad;

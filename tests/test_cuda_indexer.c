@@ -4,8 +4,8 @@
  * places. */
 #include "tests/cuda_device.h"
 
-#include "core/bf16.h"
-#include "core/rng.h"
+#include "core/base/bf16.h"
+#include "core/base/rng.h"
 #include "ops/attributes.h"
 
 enum { MOST = 8 };

@@ -1,11 +1,11 @@
-/* A whole step on the CPU in the place of a device (tests/cuda_host) against the CPU: losses, gradients, the optimizer, all
+/* A whole step on the CPU in the place of a device (ops/cuda/host) against the CPU: losses, gradients, the optimizer, all
  * policies; memory as planned; recordings; training, checkpoints and gradient checks through the same front. */
 #include "tests/cuda_device.h"
 
 #include "graph/gradcheck.h"
-#include "models/layer_check.h"
-#include "models/step.h"
-#include "models/trainer.h"
+#include "models/dsv4/layer_check.h"
+#include "models/train/step.h"
+#include "models/train/trainer.h"
 
 #include <unistd.h>
 

@@ -1,4 +1,4 @@
-/* Every CUDA kernel, run on the CPU in the place of a device (tests/cuda_host), against the CPU kernel of the same op: all
+/* Every CUDA kernel, run on the CPU in the place of a device (ops/cuda/host), against the CPU kernel of the same op: all
  * cases of ops/<op>.c, every variant, f32, f64 and bf16 (against f64 on the same rounded inputs), several orders of threads,
  * once with a block of memory per value and once in one arena whose runs are recorded and played. */
 #include "tests/cuda_device.h"

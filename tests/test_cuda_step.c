@@ -3,9 +3,9 @@
  * a step that must not be taken. Recordings, training and checkpoints: test_cuda_model.c. */
 #include "tests/cuda_device.h"
 
-#include "core/rng.h"
-#include "models/layer_check.h"
-#include "models/step.h"
+#include "core/base/rng.h"
+#include "models/dsv4/layer_check.h"
+#include "models/train/step.h"
 
 /* 128 tokens make the one compressed row of the HCA layer. The second segment ends in the middle of a group and has
  * padding, and rows lie behind it. */

@@ -6,8 +6,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "core/file.h"
-#include "models/dump_write.h"
+#include "core/base/file.h"
+#include "models/check/dump_write.h"
 
 static char folder[] = "/tmp/csagrad_dump_XXXXXX";
 

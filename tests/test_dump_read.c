@@ -6,8 +6,8 @@
 #include <stdint.h>
 #include <unistd.h>
 
-#include "models/dump.h"
-#include "models/verdict.h"
+#include "models/check/dump.h"
+#include "models/check/verdict.h"
 
 enum { MOST = 32 };
 

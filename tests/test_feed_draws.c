@@ -2,7 +2,7 @@
  * no two sequences share their draws. */
 #include "tests/support.h"
 
-#include "models/data.h"
+#include "models/train/data.h"
 
 #include <sys/stat.h>
 #include <unistd.h>

@@ -5,7 +5,7 @@
 #include <dirent.h>
 #include <sys/stat.h>
 
-#include "core/file.h"
+#include "core/base/file.h"
 
 static int run_folder(int target) {
     char folder[400];

@@ -4,7 +4,7 @@
 #include "tests/graph_ops.h"
 
 #include "graph/frontier.h"
-#include "models/step.h"
+#include "models/train/step.h"
 
 enum { MAX_NODES = 400 };
 

@@ -1,8 +1,8 @@
 /* What is saved of a measured part or step: the inputs, and what came of them, against plain loops over the file. */
 #include "tests/program.h"
 
-#include "core/safetensors.h"
-#include "models/measure.h"
+#include "core/files/safetensors.h"
+#include "models/measure/measure.h"
 
 #include <math.h>
 

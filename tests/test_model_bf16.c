@@ -1,9 +1,9 @@
 /* The model in bf16: loss and gradients near those of f32, memory as planned, the same bits however it runs. */
 #include "tests/support.h"
 
-#include "core/rng.h"
-#include "models/layer_check.h"
-#include "models/step.h"
+#include "core/base/rng.h"
+#include "models/dsv4/layer_check.h"
+#include "models/train/step.h"
 
 enum { ROWS = 320, SEGMENTS = 3, VOCAB = 256 };
 

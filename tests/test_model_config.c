@@ -7,7 +7,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "models/config.h"
+#include "models/dsv4/config.h"
 
 static char path[] = "test_model_config_XXXXXX"; /* made by main */
 

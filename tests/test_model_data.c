@@ -10,7 +10,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "models/data.h"
+#include "models/train/data.h"
 
 static char root[] = "test_model_data_XXXXXX"; /* made by main, one for all tests */
 static char folder[64];                        /* of the running test */

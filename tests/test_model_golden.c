@@ -10,7 +10,7 @@
  */
 #include "tests/support.h"
 
-#include "models/dsv4.h"
+#include "models/dsv4/dsv4.h"
 
 typedef struct layer_run {
     cg_safetensors *file;

@@ -2,9 +2,9 @@
  * padding, policies, supports, empty and short documents. */
 #include "tests/support.h"
 
-#include "core/rng.h"
-#include "models/layer_check.h"
-#include "models/step.h"
+#include "core/base/rng.h"
+#include "models/dsv4/layer_check.h"
+#include "models/train/step.h"
 
 /* ---- packed documents, and a run over them ---- */
 

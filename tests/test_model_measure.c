@@ -2,7 +2,7 @@
  * written, and what the operating system saw are the same; the forms of the indexer's objective give one loss. */
 #include "tests/support.h"
 
-#include "models/measure.h"
+#include "models/measure/measure.h"
 
 #include <math.h>
 #include <signal.h>

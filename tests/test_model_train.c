@@ -3,8 +3,8 @@
 #include "tests/support.h"
 
 #include "graph/exec.h"
-#include "models/checkpoint.h"
-#include "models/trainer.h"
+#include "models/train/checkpoint.h"
+#include "models/train/trainer.h"
 
 #include <sys/stat.h>
 #include <unistd.h>

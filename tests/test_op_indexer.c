@@ -2,7 +2,7 @@
  * streaming ops, the ops on index lists and the spelled-out primitives are three forms of one objective. */
 #include "tests/support.h"
 
-#include "core/rng.h"
+#include "core/base/rng.h"
 
 /* ---- stored vectors ---- */
 

@@ -1,7 +1,7 @@
 /* Rotary embedding: positions and frequencies worked out by hand, the pair layout, the inverse. */
 #include "tests/support.h"
 
-#include "core/rng.h"
+#include "core/base/rng.h"
 
 static const cg_rope_attr plain = {.n_rotary = 4, .base = 10000}; /* frequencies 1 and 0.01 */
 

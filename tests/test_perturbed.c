@@ -8,11 +8,11 @@
 
 #include <unistd.h>
 
-#include "core/archive.h"
-#include "core/bf16.h"
-#include "core/rng.h"
-#include "models/dump_write.h"
-#include "models/verdict.h"
+#include "core/files/archive.h"
+#include "core/base/bf16.h"
+#include "core/base/rng.h"
+#include "models/check/dump_write.h"
+#include "models/check/verdict.h"
 
 enum { RIGHT = 5000, RANDOM = 10000, PLANTED = 2000 };
 #ifdef __SANITIZE_ADDRESS__

@@ -27,7 +27,7 @@ from csagrad_dump import ANSWERS, Dump, GRADIENTS, INPUTS, load, save
 folder, program, tools = sys.argv[1:]
 
 # a name that the reader knows is one that before() or after() takes
-with open(tools + "/../../models/dump.c") as file:
+with open(tools + "/../../models/check/dump.c") as file:
     names = re.findall('"(.*?)"', re.search(r"cg_dump_names\[.*?\] = \{(.*?)NULL", file.read(), re.S).group(1))
 assert len(names) > 20 and sorted(names) == sorted(INPUTS + ANSWERS + ["grad." + n for n in GRADIENTS]), names
 for name in INPUTS + ANSWERS:

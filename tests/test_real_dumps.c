@@ -2,10 +2,10 @@
  * each (tests/data/README.md). Then single changes of a right dump that users once got a wrong answer for. */
 #include "tests/support.h"
 
-#include "core/archive.h"
-#include "core/bf16.h"
-#include "models/dump_write.h"
-#include "models/verdict.h"
+#include "core/files/archive.h"
+#include "core/base/bf16.h"
+#include "models/check/dump_write.h"
+#include "models/check/verdict.h"
 
 /* ---- dumps as they came ---- */
 

@@ -5,8 +5,8 @@
 #include <jansson.h>
 #include <sys/wait.h>
 
-#include "core/rng.h"
-#include "models/row.h"
+#include "core/base/rng.h"
+#include "models/check/row.h"
 
 #define FOR_REAL(dtype) for (cg_dtype dtype = CG_F32; dtype <= CG_F64; dtype++)
 

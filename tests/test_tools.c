@@ -4,8 +4,8 @@
 #include <signal.h>
 #include <time.h>
 
-#include "core/isa.h"
-#include "models/config.h"
+#include "core/base/isa.h"
+#include "models/dsv4/config.h"
 
 START_TEST(help_and_version) {
     static const char *const commands[] = {"train", "mem", "gradcheck", "ops", "config"};

@@ -1,7 +1,7 @@
 /* csagrad bench: what its rows hold, its comparison with an earlier run, and what it refuses. No time is judged. */
 #include "tests/program.h"
 
-#include "models/step.h"
+#include "models/train/step.h"
 #include "tools/bench_row.h"
 
 static const char *const small = "bench --dims toy --seqs 40,64 --runs 1 ";

@@ -1,4 +1,4 @@
-/* The program with --device: a build whose device is the CPU (tests/cuda_host), beside itself on the CPU. */
+/* The program with --device: a build whose device is the CPU (ops/cuda/host), beside itself on the CPU. */
 #undef CSAGRAD_PROGRAM
 #define CSAGRAD_PROGRAM CSAGRAD_CUDA_HOST_PROGRAM
 #include "tests/program.h"

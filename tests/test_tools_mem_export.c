@@ -2,8 +2,8 @@
  * that shares nothing with the writer, an allocator that replays the events, and the clock of each slice. */
 #include "tests/graph_ops.h"
 
-#include "core/file.h"
-#include "models/step.h"
+#include "core/base/file.h"
+#include "models/train/step.h"
 #include "tools/mem.h"
 
 #include <jansson.h>

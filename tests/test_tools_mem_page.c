@@ -12,7 +12,7 @@
 
 #include <jansson.h>
 
-#include "core/file.h"
+#include "core/base/file.h"
 #include "ops/ops.h"
 #include "tools/mem.h"
 

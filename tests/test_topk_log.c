@@ -3,9 +3,9 @@
 #include "tests/support.h"
 
 #include "graph/exec.h"
-#include "models/checkpoint.h"
-#include "models/topk_log.h"
-#include "models/trainer.h"
+#include "models/train/checkpoint.h"
+#include "models/train/topk_log.h"
+#include "models/train/trainer.h"
 
 #include <signal.h>
 #include <sys/resource.h>
@@ -288,7 +288,7 @@ static const char *const keys[] = {"format",     "data",       "seed",   "seq_le
 enum { N_KEYS = sizeof keys / sizeof *keys, CHECKSUM = N_KEYS - 1 };
 
 /* What a program in another language would do: a file with the tensors, the metadata and a checksum made from the
- * description in models/topk_log.h. One pair may be another one (value NULL: left out). */
+ * description in models/train/topk_log.h. One pair may be another one (value NULL: left out). */
 static void forge(const char *path, const cg_config *config, const cg_feed *feed, const cg_tensor *topk,
                   const char *key, const char *value) {
     char texts[N_KEYS][64];

@@ -4,7 +4,7 @@
 #include "tests/support.h"
 
 #include "graph/exec.h"
-#include "models/trainer.h"
+#include "models/train/trainer.h"
 
 #include <sys/stat.h>
 #include <unistd.h>

@@ -15,10 +15,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/file.h"
-#include "core/roofline.h"
-#include "core/shown.h"
-#include "core/threads.h"
+#include "core/base/file.h"
+#include "core/math/roofline.h"
+#include "core/base/shown.h"
+#include "core/base/threads.h"
 #include "tools/bench_device.h"
 #include "tools/bench_row.h"
 #include "tools/json_number.h"

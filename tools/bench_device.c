@@ -3,7 +3,7 @@
 #include <stdlib.h>
 
 #include "graph/exec.h"
-#include "models/measure.h"
+#include "models/measure/measure.h"
 #include "ops/ops.h"
 
 enum { RUNS = 3 };

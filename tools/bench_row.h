@@ -2,7 +2,7 @@
 #ifndef CG_TOOLS_BENCH_ROW_H
 #define CG_TOOLS_BENCH_ROW_H
 
-#include "models/measure.h"
+#include "models/measure/measure.h"
 
 /* A part of a layer, the layer, the whole model's step. */
 typedef struct bench_part {

@@ -16,8 +16,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/threads.h"
-#include "models/verdict.h"
+#include "core/base/threads.h"
+#include "models/check/verdict.h"
 #include "tools/json_number.h"
 #include "tools/options.h"
 #include "tools/out_of_memory.h"

@@ -7,8 +7,8 @@
 #include <math.h>
 #include <stdio.h>
 
-#include "core/shown.h"
-#include "models/compressor_check.h"
+#include "core/base/shown.h"
+#include "models/check/compressor_check.h"
 #include "tools/json_number.h"
 #include "tools/options.h"
 #include "tools/table.h"

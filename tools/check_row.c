@@ -12,8 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/file.h"
-#include "models/row.h"
+#include "core/base/file.h"
+#include "models/check/row.h"
 #include "tools/options.h"
 
 enum { MAX_KEYS = 32, KEY_ROW = TOOL_OWN_KEYS, KEY_FIRST, MAX_BYTES = 1 << 28 };

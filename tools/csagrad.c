@@ -13,9 +13,9 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "core/file.h"
-#include "core/isa.h"
-#include "core/suggest.h"
+#include "core/base/file.h"
+#include "core/base/isa.h"
+#include "core/base/suggest.h"
 #include "tools/options.h"
 #include "tools/out_of_memory.h"
 

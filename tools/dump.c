@@ -11,10 +11,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/file.h"
-#include "core/rng.h"
-#include "core/shown.h"
-#include "models/dump_write.h"
+#include "core/base/file.h"
+#include "core/base/rng.h"
+#include "core/base/shown.h"
+#include "models/check/dump_write.h"
 #include "tools/json_number.h"
 #include "tools/options.h"
 

@@ -12,8 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/threads.h"
-#include "models/measure.h"
+#include "core/base/threads.h"
+#include "models/measure/measure.h"
 #include "ops/cuda/cuda_ops.h"
 #include "tools/bench_row.h"
 

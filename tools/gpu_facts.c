@@ -2,7 +2,7 @@
  * sentence. Ends with 77 and the driver's reason where none can be used. */
 #include <stdio.h>
 
-#include "core/device.h"
+#include "core/device/device.h"
 
 int main(void) {
     cg_error error = {0};

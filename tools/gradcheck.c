@@ -13,8 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/threads.h"
-#include "models/layer_check.h"
+#include "core/base/threads.h"
+#include "models/dsv4/layer_check.h"
 #include "tools/json_number.h"
 #include "tools/options.h"
 #include "tools/out_of_memory.h"

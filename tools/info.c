@@ -14,8 +14,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "core/isa.h"
-#include "core/shown.h"
+#include "core/base/isa.h"
+#include "core/base/shown.h"
 #include "tools/json_number.h"
 #include "tools/csagrad.h"
 #include "tools/options.h"

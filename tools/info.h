@@ -4,7 +4,7 @@
 
 #include <jansson.h>
 
-#include "core/archive.h"
+#include "core/files/archive.h"
 #include "tools/table.h"
 
 typedef struct info {

@@ -10,8 +10,8 @@
 #include <string.h>
 #include <sys/stat.h>
 
-#include "core/file.h"
-#include "core/shown.h"
+#include "core/base/file.h"
+#include "core/base/shown.h"
 #include "tools/csagrad.h"
 #include "tools/options.h"
 

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/error.h"
+#include "core/base/error.h"
 #include "tools/out_of_memory.h"
 
 json_t *json_words(const char *words) {

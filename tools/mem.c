@@ -13,8 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/file.h"
-#include "models/data.h"
+#include "core/base/file.h"
+#include "models/train/data.h"
 #include "tools/csagrad.h"
 #include "tools/options.h"
 #include "tools/out_of_memory.h"

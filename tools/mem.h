@@ -3,7 +3,7 @@
 #define CG_TOOLS_MEM_H
 
 #include "graph/frontier.h"
-#include "models/measure.h"
+#include "models/measure/measure.h"
 
 /* One saved value with its counterfactual: what recomputing the node that made it, and nothing else on top of the
  * row's policy, would change. */

@@ -4,7 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "core/file.h"
+#include "core/base/file.h"
 
 const char *mem_clock_name(const mem_row *row) { return row->m.node_us ? "measured" : "estimated"; }
 

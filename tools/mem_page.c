@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/file.h"
+#include "core/base/file.h"
 #include "tools/json_number.h"
 
 static const char template_text[] = {
@@ -172,7 +172,7 @@ static json_t *plan_json(const mem_row *row, texts *t) {
 
 /* ---- a row ---- */
 
-/* Sizes that name a workload, under the letters of core/tensor.h. */
+/* Sizes that name a workload, under the letters of core/base/tensor.h. */
 static json_t *sizes_json(const mem_row *row) {
     const cg_config *c = &row->workload.config;
     return json_pack("{s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:I}", "layers", (json_int_t)c->num_hidden_layers,

@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "core/suggest.h"
-#include "core/threads.h"
+#include "core/base/suggest.h"
+#include "core/base/threads.h"
 #include "ops/cuda/cuda_ops.h"
 #include "tools/out_of_memory.h"
 

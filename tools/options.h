@@ -15,7 +15,7 @@
 #include <argp.h>
 
 #include "graph/backend.h"
-#include "models/config.h"
+#include "models/dsv4/config.h"
 
 /* Groups of --help, in this order. Options of a subcommand join them by number. */
 enum { GROUP_INPUT = 1, GROUP_MODEL, GROUP_POLICY, GROUP_OUTPUT };

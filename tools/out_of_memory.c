@@ -8,8 +8,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "core/file.h"
-#include "core/gemm.h"
+#include "core/base/file.h"
+#include "core/math/gemm.h"
 
 static const char *speaker = "csagrad";
 static pid_t speaks; /* for a forked process its parent will */

@@ -1,7 +1,7 @@
 #include "tools/run_log.h"
 
-#include "core/file.h"
-#include "core/shown.h"
+#include "core/base/file.h"
+#include "core/base/shown.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -4,7 +4,7 @@
 
 #include <jansson.h>
 
-#include "core/error.h"
+#include "core/base/error.h"
 
 typedef struct run_log run_log;
 

@@ -1,7 +1,7 @@
 #define _GNU_SOURCE /* vasprintf, wcwidth, newlocale */
 #include "tools/table.h"
 
-#include "core/shown.h"
+#include "core/base/shown.h"
 
 #include <locale.h>
 #include <stdarg.h>

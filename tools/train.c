@@ -23,12 +23,12 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "core/file.h"
-#include "core/process.h"
-#include "core/shown.h"
-#include "models/checkpoint.h"
-#include "models/measure.h"
-#include "models/trainer.h"
+#include "core/base/file.h"
+#include "core/base/process.h"
+#include "core/base/shown.h"
+#include "models/train/checkpoint.h"
+#include "models/measure/measure.h"
+#include "models/train/trainer.h"
 #include "tools/json_number.h"
 #include "tools/options.h"
 #include "tools/run_log.h"

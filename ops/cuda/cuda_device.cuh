@@ -1,5 +1,5 @@
 /* What ops/cuda/kernel.cuh promises, made of CUDA: compiled by nvcc. Its twin for machines without a GPU is
- * tests/cuda_host/cuda_host.h. */
+ * ops/cuda/host/cuda_host.h. */
 #ifndef CG_OPS_CUDA_CUDA_DEVICE_CUH
 #define CG_OPS_CUDA_CUDA_DEVICE_CUH
 

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-#include "core/suggest.h"
+#include "core/base/suggest.h"
 
 #ifdef CG_CUDA_KERNELS /* compiled, by nvcc or for tests */
 

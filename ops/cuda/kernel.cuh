@@ -1,8 +1,8 @@
-/* How to write a CUDA kernel of an op: one file ops/cuda/<op>.cu per ops/<op>.c. See ops/cuda/scale.cu (a page long) and
+/* How to write a CUDA kernel of an op: one file ops/cuda/<room>/<op>.cu per ops/<room>/<op>.c. See ops/cuda/nn/scale.cu (a page long) and
  * rms_norm.cu (reductions, scratch), matmul.cu (cuBLAS), embedding.cu (data that can be wrong).
  *
  *  1. Include this file, ops/cuda/reduce.cuh if wanted, and nothing else of CUDA. The same source is compiled by nvcc and,
- *     for tests on machines without a GPU, as C++ on top of tests/cuda_host/cuda_host.h: use nothing outside the lists
+ *     for tests on machines without a GPU, as C++ on top of ops/cuda/host/cuda_host.h: use nothing outside the lists
  *     below.
  *  2. Everything but the table stands in `namespace { ... }`: helpers of two files may have the same name.
  *  3. Kernels: template <typename T> CG_GLOBAL void scale_kernel(...); helpers: CG_DEVICE (functions), CG_MEMBER
@@ -28,7 +28,7 @@
  *     the kernel as cg_device_fault *. The run goes on, so the kernel must stay inside its arrays whatever it reads, and one that
  *     changes leaves (adamw) must leave them alone. The smallest (what, place) wins. .describe turns the record into the
  *     very sentence of the CPU kernel; args->fault is NULL when the table has no .describe.
- * 11. Matrix products: cg_device_gemm_run (core/device.h) with scratch from cg_device_gemm_workspace.
+ * 11. Matrix products: cg_device_gemm_run (core/device/device.h) with scratch from cg_device_gemm_workspace.
  * 12. Test: tests/test_cuda_ops.c runs every case of ops/<op>.c with every variant, f32 and f64, in several thread orders,
  *     against the CPU kernel. Nothing to add there. Sizes that only a kernel needs (several tiles, a rest) are cases in
  *     ops/<op>.c with .large.
@@ -53,7 +53,7 @@ extern "C" {
 #include "ops/chunks.h" /* cg_piece */
 
 #ifdef CG_CUDA_HOST
-#include "tests/cuda_host/device_host.h"
+#include "ops/cuda/host/device_host.h"
 #else
 #include "ops/cuda/cuda_device.cuh"
 #endif

@@ -13,7 +13,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     return 0;
 }
 
-/* core/file.c calls these for mmap, munmap and madvise: a mapping ends at a page, memory from malloc at its last byte, so that
+/* core/base/file.c calls these for mmap, munmap and madvise: a mapping ends at a page, memory from malloc at its last byte, so that
  * AddressSanitizer sees every read past the end of a file. */
 void *fuzz_mmap(void *place, size_t bytes, int protection, int flags, int fd, off_t offset) {
     (void)place, (void)protection, (void)flags;

@@ -17,12 +17,12 @@
 #include <unistd.h>
 #include <zlib.h>
 
-#include "core/archive.h"
-#include "models/config.h"
-#include "models/dump.h"
-#include "models/row.h"
-#include "models/topk_log.h"
-#include "models/verdict.h"
+#include "core/files/archive.h"
+#include "models/dsv4/config.h"
+#include "models/check/dump.h"
+#include "models/check/row.h"
+#include "models/train/topk_log.h"
+#include "models/check/verdict.h"
 
 typedef void fuzz_target(const uint8_t *data, size_t size);
 

@@ -1,8 +1,8 @@
 """CSA attention, the Lightning-Indexer loss and the toy model in eager PyTorch: what csagrad is timed against.
 
 Written as a framework's unfused path computes them: matrix products, masks, topk, softmax, with autograd for the rest.
-Nothing here is compiled and nothing is a kernel of its own. Formulas as in csagrad (ops/csa_attention.c,
-models/objective.c, models/dsv4.c); B sequences of S tokens without padding, so that causality is a rule and not a list.
+Nothing here is compiled and nothing is a kernel of its own. Formulas as in csagrad (ops/csa/csa_attention.c,
+models/dsv4/objective.c, models/dsv4/dsv4.c); B sequences of S tokens without padding, so that causality is a rule and not a list.
 
 Forms of the indexer (SCORE_FORMS), which differ in what they keep for backward:
     autograd     all per-head scores [B, S, Hi, C], kept by autograd
