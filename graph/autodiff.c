@@ -44,7 +44,7 @@ static void differentiate(cg_graph *graph, const cg_node *node, cg_value **grads
         if (node->out[s]->needs_grad) any |= (dout[s] = grads[node->out[s]->id]) != NULL;
     if (!any) return;
     if (node->pass != CG_FORWARD || !node->op->grad) { /* to stop here would be a wrong gradient */
-        strcpy(graph->scope, node->scope);
+        CG_WITHIN(graph, node->scope, CG_BACKWARD, node);
         cg_graph_fail(graph, "%s: %s", node->op->name,
                       node->op->no_grad ? node->op->no_grad : "not yet: second derivatives");
         return;
@@ -54,8 +54,7 @@ static void differentiate(cg_graph *graph, const cg_node *node, cg_value **grads
         cg_graph_no_memory(graph, "in autodiff");
         return;
     }
-    strcpy(graph->scope, node->scope);
-    graph->cause = node;
+    CG_WITHIN(graph, node->scope, CG_BACKWARD, node);
     node->op->grad(graph, node, dout, din);
     for (int i = 0; i < node->n_in; i++)
         if (cg_wants_grad(node, i)) add_gradient(graph, grads, node->in[i], din[i]);
@@ -77,23 +76,17 @@ bool cg_autodiff(cg_graph *graph, cg_value *const *outputs, cg_value *const *see
         cg_graph_no_memory(graph, "in autodiff");
         return false;
     }
-    char outer_scope[sizeof graph->scope];
-    memcpy(outer_scope, graph->scope, sizeof outer_scope);
-    graph->pass = CG_BACKWARD;
+    CG_WITHIN(graph, NULL, CG_BACKWARD, NULL);
     for (int i = 0; i < n_outputs; i++) add_gradient(graph, of_value, outputs[i], seeds[i]);
     for (int n = n_forward - 1; n >= 0 && graph->error.code == CG_OK; n--)
         differentiate(graph, graph->nodes[n], of_value);
     for (int k = 0; k < n_wrt && graph->error.code == CG_OK; k++) {
         grads[k] = of_value[wrt[k]->id];
         if (grads[k]) continue;
-        strcpy(graph->scope, wrt[k]->scope);
-        graph->cause = NULL;
+        CG_WITHIN(graph, wrt[k]->scope, CG_BACKWARD, NULL);
         cg_zeros_attr zeros = {wrt[k]->dtype, wrt[k]->shape};
         grads[k] = cg_apply(graph, graph->ops->zeros, &zeros, NULL, 0);
     }
-    graph->pass = CG_FORWARD;
-    graph->cause = NULL;
-    memcpy(graph->scope, outer_scope, sizeof outer_scope);
     free(of_value);
     return graph->error.code == CG_OK;
 }

@@ -46,8 +46,6 @@ bool cg_hold_constants(cg_graph *graph) {
     if (!graph->ops->hold) cg_graph_fail(graph, "constants cannot be held: the set of ops has no hold");
     for (int v = 0; v < n_values && moves; v++)
         moves[v] = graph->values[v]->leaf && graph->values[v]->needs_grad;
-    char outer_scope[sizeof graph->scope];
-    memcpy(outer_scope, graph->scope, sizeof outer_scope);
     int n_order = 0;
     for (int n = 0; n < n_nodes && graph->error.code == CG_OK; n++) {
         cg_node *node = graph->nodes[n];
@@ -55,7 +53,7 @@ bool cg_hold_constants(cg_graph *graph) {
             cg_value *value = node->in[i];
             if (!stops_at(node, i, moves)) continue;
             if (!held[value->id]) {
-                strcpy(graph->scope, node->scope);
+                CG_WITHIN(graph, node->scope, CG_FORWARD, NULL);
                 held[value->id] = cg_keep(cg_apply(graph, graph->ops->hold, NULL, &value, 1));
                 if (held[value->id]) order[n_order++] = held[value->id]->producer;
             }
@@ -64,14 +62,9 @@ bool cg_hold_constants(cg_graph *graph) {
         order[n_order++] = node;
         if (node->pass == CG_FORWARD) move_outputs(node, moves);
     }
-    memcpy(graph->scope, outer_scope, sizeof outer_scope);
     const bool ok = graph->error.code == CG_OK;
     if (ok) {
-        free(graph->nodes);
-        graph->nodes = order;
-        graph->n_nodes = n_order;
-        graph->nodes_capacity = n_nodes + n_values + 1;
-        for (int n = 0; n < n_order; n++) order[n]->id = n;
+        free(cg_graph_reorder(graph, order, n_order));
     } else {
         free(order);
     }

@@ -11,19 +11,25 @@ typedef struct pool_block {
     _Alignas(16) char bytes[];
 } pool_block;
 
-struct cg_pool {
-    pool_block *head;
+struct cg_building {
+    cg_context at; /* outer: the last one entered */
+    pool_block *pool;
+    int nodes_capacity, values_capacity;
+    /* Leaves by name: a table of open addressing, at most half full, of their ids plus 1. What a rewind forgot may stay in
+     * it: such an id is another value's by then, or nobody's. */
+    int *leaves;
+    size_t leaf_slots, leaf_slots_used; /* the first a power of two */
 };
 
 static void *pool_take(cg_graph *graph, size_t bytes) {
     bytes = (bytes + 15) & ~(size_t)15;
-    pool_block *block = graph->pool->head;
+    pool_block *block = graph->inside->pool;
     if (!block || block->size - block->used < bytes) {
         size_t size = bytes > 65536 ? bytes : 65536;
         block = malloc(sizeof *block + size);
         if (!block) return cg_graph_no_memory(graph, "while the graph is built");
-        *block = (pool_block){graph->pool->head, 0, size};
-        graph->pool->head = block;
+        *block = (pool_block){graph->inside->pool, 0, size};
+        graph->inside->pool = block;
     }
     void *p = block->bytes + block->used;
     block->used += bytes;
@@ -49,11 +55,12 @@ static bool grow(cg_graph *graph, void **array, int *capacity, int n, size_t ele
 cg_graph *cg_graph_new(const cg_op_set *ops) {
     cg_graph *graph = calloc(1, sizeof *graph);
     if (!graph) return NULL;
-    graph->pool = calloc(1, sizeof *graph->pool);
-    if (!graph->pool) {
+    graph->inside = calloc(1, sizeof *graph->inside);
+    if (!graph->inside) {
         free(graph);
         return NULL;
     }
+    graph->inside->at.graph = graph;
     graph->ops = ops;
     graph->max_value_bytes = (int64_t)1 << 50;
     return graph;
@@ -61,11 +68,14 @@ cg_graph *cg_graph_new(const cg_op_set *ops) {
 
 void cg_graph_free(cg_graph *graph) {
     if (!graph) return;
-    for (pool_block *block = graph->pool->head, *next; block; block = next) {
+    for (cg_context *entered = graph->inside->at.outer; entered; entered = entered->outer)
+        entered->graph = NULL;
+    for (pool_block *block = graph->inside->pool, *next; block; block = next) {
         next = block->next;
         free(block);
     }
-    free(graph->pool);
+    free(graph->inside->leaves);
+    free(graph->inside);
     free(graph->nodes);
     free(graph->values);
     free(graph);
@@ -79,7 +89,7 @@ static void fail_in_scope(cg_graph *graph, const char *op, const char *format, v
     if (graph->error.code != CG_OK) return;
     cg_fail_va(&graph->error, CG_BAD_INPUT, format, args);
     if (op) cg_error_at(&graph->error, "%s", op);
-    if (graph->scope[0]) cg_error_at(&graph->error, "%s", graph->scope);
+    if (graph->inside->at.scope[0]) cg_error_at(&graph->error, "%s", graph->inside->at.scope);
 }
 
 cg_value *cg_graph_fail(cg_graph *graph, const char *format, ...) {
@@ -95,23 +105,38 @@ cg_value *cg_graph_no_memory(cg_graph *graph, const char *when) {
     return NULL;
 }
 
-void cg_scope_push(cg_graph *graph, const char *format, ...) {
+const char *cg_scope_now(const cg_graph *graph) { return graph->inside->at.scope; }
+
+cg_pass cg_pass_now(const cg_graph *graph) { return graph->inside->at.pass; }
+
+void cg_context_enter(cg_context *before, cg_graph *graph, const char *scope, cg_pass pass,
+                      const cg_node *cause) {
+    cg_context *at = &graph->inside->at;
+    *before = *at;
+    at->outer = before;
+    at->pass = pass;
+    at->cause = cause;
+    if (scope && snprintf(at->scope, sizeof at->scope, "%s", scope) >= (int)sizeof at->scope)
+        cg_graph_fail(graph, "the scope is longer than %zu bytes", sizeof at->scope - 1);
+}
+
+void cg_context_deeper(cg_context *before, cg_graph *graph, const char *format, ...) {
+    cg_context *at = &graph->inside->at;
+    cg_context_enter(before, graph, NULL, at->pass, at->cause);
     char part[128];
     va_list args;
     va_start(args, format);
     vsnprintf(part, sizeof part, format, args);
     va_end(args);
-    size_t n = strlen(graph->scope);
-    if (n + strlen(part) + 2 > sizeof graph->scope) {
+    const size_t n = strlen(at->scope), room = sizeof at->scope - n;
+    if (strlen(part) + 2 > room)
         cg_graph_fail(graph, "the scope %s is nested too deeply", part);
-        return;
-    }
-    snprintf(graph->scope + n, sizeof graph->scope - n, "%s%s", n ? "/" : "", part);
+    else
+        snprintf(at->scope + n, room, "%s%s", n ? "/" : "", part);
 }
 
-void cg_scope_pop(cg_graph *graph) {
-    char *slash = strrchr(graph->scope, '/');
-    *(slash ? slash : graph->scope) = 0;
+void cg_context_restore(cg_context *before) {
+    if (before->graph) before->graph->inside->at = *before;
 }
 
 const char *cg_pass_name(cg_pass pass) {
@@ -119,18 +144,27 @@ const char *cg_pass_name(cg_pass pass) {
     return names[pass];
 }
 
+cg_node **cg_graph_reorder(cg_graph *graph, cg_node **nodes, int n) {
+    cg_node **old = graph->nodes;
+    graph->nodes = nodes;
+    graph->n_nodes = graph->inside->nodes_capacity = n;
+    for (int i = 0; i < n; i++) nodes[i]->id = i;
+    return old;
+}
+
 cg_graph_mark cg_graph_mark_now(const cg_graph *graph) {
-    const pool_block *block = graph->pool->head;
+    const pool_block *block = graph->inside->pool;
     return (cg_graph_mark){graph->n_nodes, graph->n_values, (void *)block, block ? block->used : 0};
 }
 
 void cg_graph_rewind(cg_graph *graph, const cg_graph_mark *mark) {
-    while (graph->pool->head != mark->block) {
-        pool_block *next = graph->pool->head->next;
-        free(graph->pool->head);
-        graph->pool->head = next;
+    pool_block **head = &graph->inside->pool;
+    while (*head != mark->block) {
+        pool_block *next = (*head)->next;
+        free(*head);
+        *head = next;
     }
-    if (graph->pool->head) graph->pool->head->used = mark->used;
+    if (*head) (*head)->used = mark->used;
     graph->n_nodes = mark->n_nodes;
     graph->n_values = mark->n_values;
     graph->error = (cg_error){0};
@@ -145,7 +179,7 @@ static cg_value *value_new(cg_graph *graph, const char *op, const char *name, co
                              op[0] ? ": " : "", name, cg_shape_text(&shape, text, sizeof text),
                              cg_dtype_name(dtype), (long long)graph->max_value_bytes);
     }
-    if (!grow(graph, (void **)&graph->values, &graph->values_capacity, graph->n_values, sizeof(void *)))
+    if (!grow(graph, (void **)&graph->values, &graph->inside->values_capacity, graph->n_values, sizeof(void *)))
         return NULL;
     cg_value *value = pool_take(graph, sizeof *value);
     if (!value) return NULL;
@@ -158,32 +192,76 @@ static cg_value *value_new(cg_graph *graph, const char *op, const char *name, co
     return value;
 }
 
+/* ---- leaves ---- */
+
+static bool is_named(const cg_value *leaf, const char *full_name) {
+    const size_t n = strlen(leaf->scope);
+    if (!n) return !strcmp(leaf->name, full_name);
+    return !strncmp(leaf->scope, full_name, n) && full_name[n] == '/' && !strcmp(leaf->name, full_name + n + 1);
+}
+
+/* The slot of the leaf of this name, or the free one where it belongs. */
+static int *leaf_slot(const cg_graph *graph, const char *full_name) {
+    const struct cg_building *inside = graph->inside;
+    uint64_t hash = UINT64_C(0xcbf29ce484222325); /* FNV-1a */
+    for (const char *c = full_name; *c; c++) hash = (hash ^ (unsigned char)*c) * UINT64_C(0x100000001b3);
+    for (size_t s = hash;; s++) {
+        int *slot = &inside->leaves[s & (inside->leaf_slots - 1)];
+        if (!*slot) return slot;
+        const cg_value *value = *slot <= graph->n_values ? graph->values[*slot - 1] : NULL;
+        if (value && value->leaf && is_named(value, full_name)) return slot;
+    }
+}
+
+static void enter_leaf(cg_graph *graph, const cg_value *leaf, const char *full_name) {
+    *leaf_slot(graph, full_name) = leaf->id + 1;
+    graph->inside->leaf_slots_used++;
+}
+
+/* Room for one more leaf in the table; false when memory is out. */
+static bool grow_leaves(cg_graph *graph) {
+    struct cg_building *inside = graph->inside;
+    if (2 * (inside->leaf_slots_used + 1) <= inside->leaf_slots) return true;
+    size_t n_leaves = 0, slots = 64;
+    for (int v = 0; v < graph->n_values; v++) n_leaves += graph->values[v]->leaf != CG_LEAF_NONE;
+    while (slots < 4 * (n_leaves + 1)) slots *= 2;
+    int *larger = calloc(slots, sizeof *larger);
+    if (!larger) return cg_graph_no_memory(graph, "while the graph is built");
+    free(inside->leaves);
+    inside->leaves = larger;
+    inside->leaf_slots = slots;
+    inside->leaf_slots_used = 0;
+    for (int v = 0; v < graph->n_values; v++) {
+        const cg_value *leaf = graph->values[v];
+        if (leaf->leaf) enter_leaf(graph, leaf, leaf->name - (leaf->scope[0] ? strlen(leaf->scope) + 1 : 0));
+    }
+    return true;
+}
+
 cg_value *cg_leaf(cg_graph *graph, cg_leaf_kind kind, const char *name, cg_dtype dtype, cg_shape shape) {
     if (graph->error.code != CG_OK) return NULL;
-    for (int i = 0; i < graph->n_values; i++) {
-        const cg_value *other = graph->values[i];
-        if (other->leaf && !strcmp(other->name, name) && !strcmp(other->scope, graph->scope))
-            return cg_graph_fail(graph, "there is a leaf named %s already", name);
-    }
+    const char *scope = cg_scope_now(graph);
+    const size_t n = scope[0] ? strlen(scope) + 1 : 0, bytes = n + strlen(name) + 1;
+    char *full_name = pool_take(graph, bytes); /* the leaf's name is the end of it, for grow_leaves() */
+    if (!full_name || !grow_leaves(graph)) return NULL;
+    snprintf(full_name, bytes, "%s%s%s", scope, n ? "/" : "", name);
+    if (cg_leaf_find(graph, full_name)) return cg_graph_fail(graph, "there is a leaf named %s already", name);
     if (kind == CG_LEAF_NONE) return cg_graph_fail(graph, "leaf %s has no kind", name);
     if (kind == CG_LEAF_PARAMETER && !cg_dtype_is_real(dtype))
         return cg_graph_fail(graph, "parameter %s is %s, expected f32, f64 or bf16", name,
                              cg_dtype_name(dtype));
-    cg_value *value =
-        value_new(graph, "", pool_text(graph, name), pool_text(graph, graph->scope), dtype, shape);
+    cg_value *value = value_new(graph, "", full_name + n, pool_text(graph, scope), dtype, shape);
     if (!value) return NULL;
     value->leaf = kind;
     value->needs_grad = kind == CG_LEAF_PARAMETER;
+    enter_leaf(graph, value, full_name);
     return value;
 }
 
 cg_value *cg_leaf_find(const cg_graph *graph, const char *full_name) {
-    for (int i = 0; i < graph->n_values; i++) {
-        char text[512];
-        if (graph->values[i]->leaf && !strcmp(cg_value_text(graph->values[i], text, sizeof text), full_name))
-            return graph->values[i];
-    }
-    return NULL;
+    if (!graph->inside->leaf_slots) return NULL;
+    const int entry = *leaf_slot(graph, full_name);
+    return entry ? graph->values[entry - 1] : NULL;
 }
 
 /* The sentence for an input that is missing or of the wrong number; false when refused. */
@@ -212,7 +290,7 @@ cg_value *cg_apply(cg_graph *graph, const cg_op *op, const void *attr, cg_value 
         if (graph->error.code == CG_OK) cg_refuse(&infer, "refused its inputs");
         return NULL;
     }
-    if (!grow(graph, (void **)&graph->nodes, &graph->nodes_capacity, graph->n_nodes, sizeof(void *)))
+    if (!grow(graph, (void **)&graph->nodes, &graph->inside->nodes_capacity, graph->n_nodes, sizeof(void *)))
         return NULL;
     cg_node *node = pool_take(graph, sizeof *node);
     if (!node) return NULL;
@@ -222,9 +300,9 @@ cg_value *cg_apply(cg_graph *graph, const cg_op *op, const void *attr, cg_value 
     node->in = pool_take(graph, sizeof(void *) * (size_t)(n_in + 1));
     node->out = pool_take(graph, sizeof(void *) * (size_t)(infer.n_out + 1));
     void *attr_copy = op->attr_bytes ? pool_take(graph, op->attr_bytes) : NULL;
-    node->scope = pool_text(graph, graph->scope);
-    node->pass = graph->pass;
-    node->cause = graph->cause;
+    node->scope = pool_text(graph, graph->inside->at.scope);
+    node->pass = graph->inside->at.pass;
+    node->cause = graph->inside->at.cause;
     if (graph->error.code != CG_OK) return NULL;
     if (attr_copy) memcpy(attr_copy, attr, op->attr_bytes);
     node->attr = attr_copy;

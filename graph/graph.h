@@ -5,9 +5,8 @@
  *
  *     cg_graph *g = cg_graph_new(&cg_all_ops);
  *     cg_value *x = cg_leaf(g, CG_LEAF_INPUT, "x", CG_F32, CG_SHAPE(T, D));
- *     cg_scope_push(g, "layer%d", 0);
+ *     CG_SCOPE(g, "layer%d", 0);  // what is built until the end of this block belongs there
  *     cg_value *y = cg_rms_norm(g, x, weight, 1e-6);
- *     cg_scope_pop(g);
  *     cg_autodiff(...);           // appends backward nodes to the same graph
  *     cg_recompute(...);          // rewrites edges that cross from forward to backward
  *     cg_plan_make(...);          // order, lifetimes, one arena: the exact peak
@@ -71,13 +70,8 @@ struct cg_graph {
     int n_nodes;
     cg_value **values;
     int n_values;
-    /* while building */
-    char scope[256];
-    cg_pass pass;
-    const cg_node *cause;
-    int64_t max_value_bytes; /* a larger value is refused when it is built */
-    struct cg_pool *pool;
-    int nodes_capacity, values_capacity;
+    int64_t max_value_bytes;    /* a larger value is refused when it is built */
+    struct cg_building *inside; /* graph.c: the context, memory, leaves by name */
 };
 
 /* A new graph over a set of ops; NULL when memory is out. */
@@ -93,9 +87,40 @@ cg_value *cg_graph_fail(cg_graph *graph, const char *format, ...) __attribute__(
 /* Fail it as the machine, and not the graph, is to blame: "out of memory" and `when`, "in autodiff" say; returns NULL. */
 cg_value *cg_graph_no_memory(cg_graph *graph, const char *when);
 
-/* Enter a scope ("layer%d"), a path component; leave it again. */
-void cg_scope_push(cg_graph *graph, const char *format, ...) __attribute__((format(printf, 2, 3)));
-void cg_scope_pop(cg_graph *graph);
+/* ---- where what is built belongs ---- */
+
+/* Builders enter another scope or pass by CG_SCOPE and CG_WITHIN alone, until the end of the block that these stand in,
+ * however it is left: nothing can stay behind. Declarations, so that they stand in a block of their own.
+ *
+ *     CG_SCOPE(graph, "layer%d", i);                 one component deeper
+ *     CG_WITHIN(graph, scope, pass, cause);          there: the whole scope, "" for the top, NULL for the present one */
+#define CG_SCOPE(graph, ...) CG_UNTIL_THE_BLOCK_ENDS(cg_context_deeper, graph, __VA_ARGS__)
+#define CG_WITHIN(graph, ...) CG_UNTIL_THE_BLOCK_ENDS(cg_context_enter, graph, __VA_ARGS__)
+
+/* "layer2/attn", and the pass of what is built now. */
+const char *cg_scope_now(const cg_graph *graph);
+cg_pass cg_pass_now(const cg_graph *graph);
+
+/* What the two are made of: `before` takes the context that the third restores. */
+typedef struct cg_context {
+    cg_graph *graph;          /* NULL: it was freed in the meantime */
+    struct cg_context *outer; /* entered before */
+    char scope[256];
+    cg_pass pass;
+    const cg_node *cause;
+} cg_context;
+void cg_context_deeper(cg_context *before, cg_graph *graph, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+void cg_context_enter(cg_context *before, cg_graph *graph, const char *scope, cg_pass pass,
+                      const cg_node *cause);
+void cg_context_restore(cg_context *before);
+#define CG_UNTIL_THE_BLOCK_ENDS(enter, ...)                                                                    \
+    __attribute__((cleanup(cg_context_restore))) cg_context CG_JOINED(cg_before_, __LINE__);                   \
+    enter(&CG_JOINED(cg_before_, __LINE__), __VA_ARGS__)
+#define CG_JOINED(a, b) CG_JOINED_(a, b)
+#define CG_JOINED_(a, b) a##b
+
+/* ---- values and nodes ---- */
 
 /* A value without a producer. The name is prefixed with the scope in messages and lists, and must be unique
  * within its scope. */
@@ -117,7 +142,7 @@ int64_t cg_dim(const cg_value *value, int axis);
 /* "scope/name" or "scope/op.output" into text; returns text. */
 const char *cg_value_text(const cg_value *value, char *text, size_t text_bytes);
 
-/* A leaf by its full name "scope/name"; NULL when absent. */
+/* A leaf by its full name "scope/name"; NULL when absent. Takes the same time however many there are. */
 cg_value *cg_leaf_find(const cg_graph *graph, const char *full_name);
 
 /* The value whose storage this one shares: follows reshape, detach and other aliases to their source. */
@@ -156,6 +181,10 @@ bool cg_recompute_may_clone(const cg_node *node);
 typedef struct cg_rewrite cg_rewrite;
 cg_rewrite *cg_recompute_try(cg_graph *graph, const bool *chosen, int *n_clones, cg_error *error);
 void cg_recompute_undo(cg_graph *graph, cg_rewrite *rewrite);
+
+/* Another order of the nodes, numbered anew: n of them in a malloc'd array that the graph takes over. Returns the old one,
+ * for free() or another call. */
+cg_node **cg_graph_reorder(cg_graph *graph, cg_node **nodes, int n);
 
 /* A place in the building of a graph; rewinding forgets every node and value made behind it, and an error. Only for
  * who knows that no older node refers to them. */

@@ -178,8 +178,7 @@ static cg_value *rebuild(rewrite *r, cg_value *value) {
     cg_value **in = calloc((size_t)node->n_in + 1, sizeof *in);
     if (!in) return cg_graph_no_memory(r->graph, "in recompute");
     for (int i = 0; i < node->n_in; i++) in[i] = rebuild(r, node->in[i]);
-    strcpy(r->graph->scope, node->scope);
-    r->graph->cause = node;
+    CG_WITHIN(r->graph, node->scope, CG_RECOMPUTE, node);
     if (!inputs_are_unchanged(r, node)) {
         free(in);
         return NULL;
@@ -208,7 +207,7 @@ typedef struct edge {
 struct cg_rewrite {
     cg_graph_mark mark;
     cg_node **nodes; /* the sequence before */
-    int nodes_capacity;
+    int n_nodes;
     edge *edges;
     int n_edges, edge_capacity;
 };
@@ -259,25 +258,15 @@ static bool rewrite_graph(cg_graph *graph, const bool *chosen, int *n_clones, cg
     r.changed = malloc((n_values + 1) * sizeof *r.changed);
     if (!r.clone || !r.changed) cg_graph_no_memory(graph, "in recompute");
     for (size_t v = 0; r.changed && v < n_values; v++) r.changed[v] = -1;
-    char outer_scope[sizeof graph->scope];
-    memcpy(outer_scope, graph->scope, sizeof outer_scope);
-    graph->pass = CG_RECOMPUTE;
+    const int n_nodes = graph->n_nodes;
     walk(&r, undo);
-    graph->pass = CG_FORWARD;
-    graph->cause = NULL;
-    memcpy(graph->scope, outer_scope, sizeof outer_scope);
     bool ok = graph->error.code == CG_OK;
     if (ok) {
-        if (undo) {
-            undo->nodes = graph->nodes;
-            undo->nodes_capacity = graph->nodes_capacity;
-        } else {
-            free(graph->nodes);
-        }
-        graph->nodes = r.order;
-        graph->n_nodes = r.n_order;
-        graph->nodes_capacity = r.order_capacity;
-        for (int n = 0; n < graph->n_nodes; n++) graph->nodes[n]->id = n;
+        cg_node **before = cg_graph_reorder(graph, r.order, r.n_order);
+        if (undo)
+            undo->nodes = before, undo->n_nodes = n_nodes;
+        else
+            free(before);
     } else {
         free(r.order);
     }
@@ -308,13 +297,9 @@ void cg_recompute_undo(cg_graph *graph, cg_rewrite *undo) {
     if (!undo) return;
     for (int e = undo->n_edges - 1; e >= 0; e--)
         undo->edges[e].node->in[undo->edges[e].i] = undo->edges[e].value;
-    if (undo->nodes) { /* else the rewrite failed, and the sequence is the old one */
-        free(graph->nodes);
-        graph->nodes = undo->nodes;
-        graph->nodes_capacity = undo->nodes_capacity;
-    }
+    if (undo->nodes) /* else the rewrite failed, and the sequence is the old one */
+        free(cg_graph_reorder(graph, undo->nodes, undo->n_nodes));
     cg_graph_rewind(graph, &undo->mark);
-    for (int n = 0; n < graph->n_nodes; n++) graph->nodes[n]->id = n;
     free(undo->edges);
     free(undo);
 }

@@ -1,15 +1,19 @@
 /* Building: the sticky error, refusals, scopes, and what autodiff builds. */
 #include "tests/graph_ops.h"
 
+#include <time.h>
+
 static cg_graph *graph_new(void) { return cg_graph_new(&t_ops); }
 
 START_TEST(first_sentence_stays) {
     cg_graph *graph = graph_new();
     cg_value *x = t_leaf(graph, CG_LEAF_PARAMETER, "x", 4), *other = t_leaf(graph, CG_LEAF_INPUT, "other", 5);
     ck_assert_ptr_null(cg_graph_error(graph));
-    cg_scope_push(graph, "layer%d", 2);
-    cg_scope_push(graph, "attn");
-    ck_assert_ptr_null(cg_add(graph, x, other));
+    {
+        CG_SCOPE(graph, "layer%d", 2);
+        CG_SCOPE(graph, "attn");
+        ck_assert_ptr_null(cg_add(graph, x, other));
+    }
     char first[CG_ERROR_TEXT];
     strcpy(first, cg_graph_error(graph)->text);
     ck_assert_str_eq(first, "layer2/attn: add: b has shape [5], expected [4] as a has");
@@ -94,8 +98,15 @@ static void other_graph(cg_graph *graph, cg_value *x, cg_value *index) {
     cg_graph_free(second);
 }
 static void deep_scope(cg_graph *graph, cg_value *x, cg_value *index) {
+    CG_SCOPE(graph, "a_long_name_for_a_part_of_a_part");
+    if (!cg_graph_error(graph)) deep_scope(graph, x, index);
+}
+static void long_scope(cg_graph *graph, cg_value *x, cg_value *index) {
     (void)x, (void)index;
-    for (int i = 0; i < 100; i++) cg_scope_push(graph, "part%d", i);
+    char scope[300];
+    memset(scope, 'a', sizeof scope);
+    scope[sizeof scope - 1] = 0;
+    CG_WITHIN(graph, scope, CG_FORWARD, NULL);
 }
 
 START_TEST(mistakes_are_refused) {
@@ -118,13 +129,16 @@ START_TEST(mistakes_are_refused) {
         {negative_size, "here: zeros:"},
         {other_graph, "here: add: input b belongs to another graph"},
         {deep_scope, "nested too deeply"},
+        {long_scope, "the scope is longer than 255 bytes"},
     };
     for (size_t k = 0; k < sizeof mistakes / sizeof *mistakes; k++) {
         cg_graph *graph = graph_new();
         cg_value *x = t_leaf(graph, CG_LEAF_INPUT, "x", 8);
         cg_value *index = cg_leaf(graph, CG_LEAF_INPUT, "index", CG_I32, CG_SHAPE(8));
-        cg_scope_push(graph, "here");
-        mistakes[k].make(graph, x, index);
+        {
+            CG_SCOPE(graph, "here");
+            mistakes[k].make(graph, x, index);
+        }
         t_expect_failed(graph, mistakes[k].sentence);
         cg_graph_free(graph);
     }
@@ -179,15 +193,18 @@ START_TEST(names_and_scopes) {
     cg_graph *graph = graph_new();
     char text[128];
     cg_value *outer = t_leaf(graph, CG_LEAF_PARAMETER, "w", 3);
-    cg_scope_push(graph, "layer%d", 0);
-    cg_value *inner = t_leaf(graph, CG_LEAF_PARAMETER, "w", 3); /* the same name in another scope */
-    cg_scope_push(graph, "attn");
-    cg_value *y = cg_add(graph, outer, inner);
-    cg_scope_pop(graph);
-    ck_assert_str_eq(graph->scope, "layer0");
-    cg_scope_pop(graph);
-    ck_assert_str_eq(graph->scope, "");
-    cg_scope_pop(graph); /* one too many does nothing */
+    cg_value *inner, *y;
+    {
+        CG_SCOPE(graph, "layer%d", 0);
+        inner = t_leaf(graph, CG_LEAF_PARAMETER, "w", 3); /* the same name in another scope */
+        for (;;) {
+            CG_SCOPE(graph, "attn");
+            y = cg_add(graph, outer, inner);
+            break; /* however the block is left */
+        }
+        ck_assert_str_eq(cg_scope_now(graph), "layer0");
+    }
+    ck_assert_str_eq(cg_scope_now(graph), "");
     ck_assert_str_eq(cg_value_text(outer, text, sizeof text), "w");
     ck_assert_str_eq(cg_value_text(inner, text, sizeof text), "layer0/w");
     ck_assert_str_eq(cg_value_text(y, text, sizeof text), "layer0/attn/add.y");
@@ -264,14 +281,15 @@ END_TEST
 
 START_TEST(unreached_leaves_get_zeros) {
     cg_graph *graph = graph_new();
-    cg_scope_push(graph, "layer0");
-    cg_value *x = t_leaf(graph, CG_LEAF_PARAMETER, "x", 5), *idle = t_leaf(graph, CG_LEAF_PARAMETER, "idle", 3);
-    cg_value *input = t_leaf(graph, CG_LEAF_INPUT, "input", 5),
-             *stopped = t_leaf(graph, CG_LEAF_PARAMETER, "s", 5);
-    T_APPLY(&t_relu, NULL, idle); /* read, but nothing of it reaches the loss */
-    cg_value *y = cg_add(graph, T_APPLY(&t_mul, NULL, x, input), cg_detach(graph, stopped));
-    y = cg_add(graph, y, cg_detach(graph, cg_scale(graph, x, 7)));
-    cg_scope_pop(graph);
+    cg_value *x, *idle, *input, *stopped, *y;
+    {
+        CG_SCOPE(graph, "layer0");
+        x = t_leaf(graph, CG_LEAF_PARAMETER, "x", 5), idle = t_leaf(graph, CG_LEAF_PARAMETER, "idle", 3);
+        input = t_leaf(graph, CG_LEAF_INPUT, "input", 5), stopped = t_leaf(graph, CG_LEAF_PARAMETER, "s", 5);
+        T_APPLY(&t_relu, NULL, idle); /* read, but nothing of it reaches the loss */
+        y = cg_add(graph, T_APPLY(&t_mul, NULL, x, input), cg_detach(graph, stopped));
+        y = cg_add(graph, y, cg_detach(graph, cg_scale(graph, x, 7)));
+    }
     gradients g = differentiate(graph, y, 4, (cg_value *[]){x, idle, input, stopped});
     for (int i = 0; i < 5; i++) {
         ck_assert(at(&g, g.grads[0], i) == at(&g, input, i)); /* the detached use adds nothing */
@@ -290,15 +308,18 @@ START_TEST(backward_nodes_know_their_cause) {
     cg_graph *graph = graph_new();
     cg_value *x = t_leaf(graph, CG_LEAF_PARAMETER, "x", 6), *seed = t_leaf(graph, CG_LEAF_INPUT, "seed", 6),
              *dx;
-    cg_scope_push(graph, "layer1");
-    cg_value *y = T_APPLY(&t_relu, NULL, T_APPLY(&t_mul, NULL, x, x));
-    cg_scope_pop(graph);
-    cg_scope_push(graph, "outside");
+    cg_value *y;
+    {
+        CG_SCOPE(graph, "layer1");
+        y = T_APPLY(&t_relu, NULL, T_APPLY(&t_mul, NULL, x, x));
+    }
     int n_forward = graph->n_nodes;
-    ck_assert(cg_autodiff(graph, &y, &seed, 1, &x, 1, &dx));
-    ck_assert_str_eq(graph->scope, "outside");
-    ck_assert_int_eq(graph->pass, CG_FORWARD);
-    ck_assert_ptr_null(graph->cause);
+    {
+        CG_SCOPE(graph, "outside");
+        ck_assert(cg_autodiff(graph, &y, &seed, 1, &x, 1, &dx));
+        ck_assert_str_eq(cg_scope_now(graph), "outside");
+        ck_assert_int_eq(cg_pass_now(graph), CG_FORWARD);
+    }
     ck_assert_int_gt(graph->n_nodes, n_forward);
     for (int n = n_forward; n < graph->n_nodes; n++) {
         ck_assert_int_eq(graph->nodes[n]->pass, CG_BACKWARD);
@@ -326,9 +347,11 @@ START_TEST(wrong_gradients_are_named) {
         cg_graph *graph = graph_new();
         cg_value *x = t_leaf(graph, CG_LEAF_PARAMETER, "x", 6), *seed = t_leaf(graph, CG_LEAF_INPUT, "seed", 6),
                  *dx;
-        cg_scope_push(graph, "layer1");
-        cg_value *y = T_APPLY(&bad, NULL, cg_scale(graph, x, 2));
-        cg_scope_pop(graph);
+        cg_value *y;
+        {
+            CG_SCOPE(graph, "layer1");
+            y = T_APPLY(&bad, NULL, cg_scale(graph, x, 2));
+        }
         ck_assert(!cg_autodiff(graph, &y, &seed, 1, &x, 1, &dx));
         t_expect_failed(graph, k ? "layer1: the gradient of layer1/scale.y is f32 [6], expected f64 [6]"
                                  : "layer1: the gradient of layer1/scale.y is f64 [1], expected f64 [6]");
@@ -359,9 +382,11 @@ START_TEST(autodiff_refuses) {
         cg_graph *graph = graph_new();
         cg_value *x = t_leaf(graph, CG_LEAF_PARAMETER, "x", 6), *seed = t_leaf(graph, CG_LEAF_INPUT, "seed", 6),
                  *dx;
-        cg_scope_push(graph, "net");
-        cg_value *y = k ? T_APPLY(&t_relu, NULL, x) : T_APPLY(&t_mul, NULL, x, x);
-        cg_scope_pop(graph);
+        cg_value *y;
+        {
+            CG_SCOPE(graph, "net");
+            y = k ? T_APPLY(&t_relu, NULL, x) : T_APPLY(&t_mul, NULL, x, x);
+        }
         ck_assert(cg_autodiff(graph, &y, &seed, 1, &x, 1, &dx));
         cg_value *penalty = T_APPLY(&t_mul, NULL, dx, dx);
         ck_assert(!cg_autodiff(graph, &penalty, &seed, 1, &x, 1, &dx));
@@ -382,6 +407,53 @@ START_TEST(autodiff_refuses) {
 }
 END_TEST
 
+/* Names are looked up in a table: many leaves cost no more than a few, also behind a rewind, which forgets. */
+START_TEST(many_leaves) {
+    enum { LEAVES = 100000 };
+    cg_graph *graph = graph_new();
+    cg_graph_mark half = {0};
+    char name[32];
+    const clock_t begin = clock();
+    for (int i = 0; i < LEAVES; i++) {
+        if (i == LEAVES / 2) half = cg_graph_mark_now(graph);
+        CG_SCOPE(graph, "layer%d", i % 10);
+        snprintf(name, sizeof name, "w%d", i / 10);
+        t_leaf(graph, CG_LEAF_INPUT, name, 1);
+    }
+    t_expect_fine(graph);
+    ck_assert((double)(clock() - begin) / CLOCKS_PER_SEC < 10); /* comparing all with all takes minutes */
+    for (int i = 0; i < LEAVES; i += 77) {
+        snprintf(name, sizeof name, "layer%d/w%d", i % 10, i / 10);
+        ck_assert_int_eq(cg_leaf_find(graph, name)->id, i);
+    }
+    cg_graph_rewind(graph, &half);
+    ck_assert_ptr_null(cg_leaf_find(graph, "layer9/w9999"));
+    for (int round = 0; round < 2; round++) { /* other names take the ids, then the old ones are free again */
+        for (int i = LEAVES / 2; i < LEAVES; i++) {
+            snprintf(name, sizeof name, round ? "v%d" : "u%d", i);
+            t_leaf(graph, CG_LEAF_INPUT, name, 1);
+        }
+        t_expect_fine(graph);
+        ck_assert_int_eq(cg_leaf_find(graph, name)->id, LEAVES - 1);
+        ck_assert_ptr_null(cg_leaf_find(graph, "layer9/w9999"));
+        ck_assert_ptr_null(cg_leaf_find(graph, round ? "u99999" : "v99999"));
+        cg_graph_rewind(graph, &half);
+    }
+    t_leaf(graph, CG_LEAF_INPUT, "layer0/w0", 1); /* the same full name by another way */
+    t_expect_failed(graph, "there is a leaf named layer0/w0 already");
+    cg_graph_free(graph);
+}
+END_TEST
+
+/* A context may outlive its graph. */
+START_TEST(freed_within_a_scope) {
+    cg_graph *graph = graph_new();
+    CG_SCOPE(graph, "layer0");
+    CG_WITHIN(graph, "", CG_BACKWARD, NULL);
+    cg_graph_free(graph);
+}
+END_TEST
+
 SUITE("graph_build", first_sentence_stays, mistakes_are_refused, many_inputs, sizes_are_64_bit,
-      names_and_scopes, uses_are_summed, outputs_without_gradient, unreached_leaves_get_zeros,
-      backward_nodes_know_their_cause, wrong_gradients_are_named, autodiff_refuses)
+      names_and_scopes, many_leaves, freed_within_a_scope, uses_are_summed, outputs_without_gradient,
+      unreached_leaves_get_zeros, backward_nodes_know_their_cause, wrong_gradients_are_named, autodiff_refuses)

@@ -73,10 +73,14 @@ START_TEST(passes_run_apart) {
         cg_value *y = T_APPLY(&t_mul, NULL, T_APPLY(&t_mul, NULL, x, w), w); /* x w^2 */
         cg_value *loss = cg_keep(T_APPLY(&t_sum, NULL, y));
         ck_assert(cg_autodiff(graph, &loss, &seed, 1, &w, 1, &dw));
-        graph->pass = CG_BACKWARD;
-        T_APPLY(&t_bump, NULL, sum, dw);
-        graph->pass = CG_OPTIMIZE;
-        T_APPLY(&t_bump, NULL, w, cg_scale(graph, sum, -0.5));
+        {
+            CG_WITHIN(graph, NULL, CG_BACKWARD, NULL);
+            T_APPLY(&t_bump, NULL, sum, dw);
+        }
+        {
+            CG_WITHIN(graph, NULL, CG_OPTIMIZE, NULL);
+            T_APPLY(&t_bump, NULL, w, cg_scale(graph, sum, -0.5));
+        }
         cg_plan *plan = t_plan(graph, NULL);
         cg_exec *exec = t_exec(plan, &(cg_exec_options){.separate = separate, .poison = true});
         data_of(exec, seed)[0] = 1;
@@ -110,15 +114,18 @@ START_TEST(backward_needs_a_forward) {
         cg_graph *graph = cg_graph_new(&t_ops);
         cg_value *w = t_leaf(graph, CG_LEAF_PARAMETER, "w", 5), *seed = t_leaf(graph, CG_LEAF_INPUT, "seed", 5),
                  *dw;
-        cg_scope_push(graph, "net");
-        cg_value *y = T_APPLY(&t_relu, NULL, cg_scale(graph, w, 2));
-        cg_scope_pop(graph);
+        cg_value *y;
+        {
+            CG_SCOPE(graph, "net");
+            y = T_APPLY(&t_relu, NULL, cg_scale(graph, w, 2));
+        }
         ck_assert(cg_autodiff(graph, &y, &seed, 1, &w, 1, &dw));
         cg_keep(dw);
         cg_value *sum = t_leaf(graph, CG_LEAF_OPTIMIZER, "sum", 5);
-        graph->pass = CG_OPTIMIZE;
-        T_APPLY(&t_bump, NULL, sum, cg_scale(graph, dw, 1));
-        graph->pass = CG_FORWARD;
+        {
+            CG_WITHIN(graph, NULL, CG_OPTIMIZE, NULL);
+            T_APPLY(&t_bump, NULL, sum, cg_scale(graph, dw, 1));
+        }
         cg_keep(T_APPLY(&t_twin, NULL, w));
         if (k & 2) ck_assert(cg_recompute(graph, "relu,scale", NULL));
         cg_plan *plan = t_plan(graph, NULL);
@@ -155,9 +162,11 @@ START_TEST(external_leaves) {
         cg_graph *graph = cg_graph_new(&t_ops);
         cg_value *x = t_leaf(graph, CG_LEAF_INPUT, "x", 100), *own = t_leaf(graph, CG_LEAF_INPUT, "own", 100);
         x->external = true;
-        cg_scope_push(graph, "net");
-        cg_value *y = cg_keep(cg_add(graph, cg_scale(graph, x, 2), own));
-        cg_scope_pop(graph);
+        cg_value *y;
+        {
+            CG_SCOPE(graph, "net");
+            y = cg_keep(cg_add(graph, cg_scale(graph, x, 2), own));
+        }
         cg_plan *plan = t_plan(graph, NULL);
         ck_assert_int_eq(plan->peak_bytes, 2 * 832); /* x takes nothing */
         cg_exec *exec = t_exec(plan, &(cg_exec_options){.separate = separate, .poison = true});
@@ -244,9 +253,10 @@ START_TEST(failures_name_the_place) {
         bad.run[CG_F64][CG_PORTABLE] = aloud ? fails_aloud : fails_silently;
         cg_graph *graph = cg_graph_new(&t_ops);
         cg_value *x = t_leaf(graph, CG_LEAF_INPUT, "x", 4);
-        if (scoped) cg_scope_push(graph, "layer1");
-        if (scoped) cg_scope_push(graph, "attn");
-        cg_keep(cg_scale(graph, T_APPLY(&bad, NULL, cg_scale(graph, x, 2)), 2));
+        {
+            CG_WITHIN(graph, scoped ? "layer1/attn" : "", CG_FORWARD, NULL);
+            cg_keep(cg_scale(graph, T_APPLY(&bad, NULL, cg_scale(graph, x, 2)), 2));
+        }
         cg_plan *plan = t_plan(graph, NULL);
         cg_exec *exec = t_exec(plan, &(cg_exec_options){.separate = separate});
         cg_error error = {0};
@@ -310,7 +320,7 @@ static cg_graph *layered(int n_layers, int64_t width, cg_value **loss) {
     cg_graph *graph = cg_graph_new(&t_ops);
     cg_value *x = t_leaf(graph, CG_LEAF_INPUT, "x", width), *w[64], *dw[64];
     for (int layer = 0; layer < n_layers; layer++) {
-        cg_scope_push(graph, "layer%d", layer);
+        CG_SCOPE(graph, "layer%d", layer);
         char name[16];
         snprintf(name, sizeof name, "w%d", layer);
         w[layer] = t_leaf(graph, CG_LEAF_PARAMETER, name, width);
@@ -318,7 +328,6 @@ static cg_graph *layered(int n_layers, int64_t width, cg_value **loss) {
         cg_value *part = T_APPLY(&t_pick, NULL, y, T_APPLY(&t_choose, NULL, y));
         y = T_APPLY(&t_join, NULL, part, T_APPLY(&t_part, (&(t_range){0, width - t_count(part)}), y));
         x = cg_add(graph, y, cg_scale(graph, x, 0.5));
-        cg_scope_pop(graph);
     }
     *loss = cg_keep(T_APPLY(&t_sum, NULL, x));
     cg_value *seed = t_leaf(graph, CG_LEAF_INPUT, "seed", 1);

@@ -26,7 +26,7 @@ static cg_graph *random_net(uint64_t seed, int n_ops) {
         at[n++] = w[k] = t_leaf(graph, CG_LEAF_PARAMETER, name, (int64_t[]){40, 100, 160}[k]);
     }
     for (int made = 0; made < n_ops - 1; made++) { /* the loss is the last one */
-        snprintf(graph->scope, sizeof graph->scope, "block%d", made * 4 / n_ops);
+        CG_SCOPE(graph, "block%d", made * 4 / n_ops);
         cg_value *x = at[n - 1 - roll(&d, n < 5 ? n : 5)], *y = x, *other = NULL;
         for (int k = n - 1; k >= 0 && !other; k--)
             if (at[k] != x && t_count(at[k]) == t_count(x) && roll(&d, 2)) other = at[k];
@@ -50,7 +50,6 @@ static cg_graph *random_net(uint64_t seed, int n_ops) {
         if (roll(&d, 4) == 0) at[n - 1] = cg_reshape(graph, y, CG_SHAPE(1, t_count(y)));
         if (at[n - 1] != y) at[n - 1] = cg_reshape(graph, at[n - 1], CG_SHAPE(t_count(y)));
     }
-    graph->scope[0] = 0;
     cg_value *loss = T_APPLY(&t_sum, NULL, at[n - 1]), *seed_value = t_leaf(graph, CG_LEAF_INPUT, "seed", 1);
     cg_autodiff(graph, &loss, &seed_value, 1, w, 3, dw);
     cg_keep(loss);

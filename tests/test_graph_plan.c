@@ -102,9 +102,8 @@ static cg_graph *random_graph(uint64_t seed) {
     }
     int n_nodes = 4 + (int)roll(d, 36);
     for (int k = 0; k < n_nodes; k++) {
-        cg_scope_push(graph, "layer%d", 3 * k / n_nodes);
+        CG_SCOPE(graph, "layer%d", 3 * k / n_nodes);
         random_node(graph, d, &p);
-        cg_scope_pop(graph);
     }
     cg_value *loss = cg_keep(T_APPLY(&t_sum, NULL, p.list[p.n - 1]));
     for (int k = 0; k < 2; k++) loss = cg_keep(cg_add(graph, loss, T_APPLY(&t_sum, NULL, pick_value(d, &p))));
@@ -112,15 +111,16 @@ static cg_graph *random_graph(uint64_t seed) {
         cg_value *seed_leaf = t_leaf(graph, CG_LEAF_INPUT, "seed", 1), *grads[LEAVES];
         ck_assert(cg_autodiff(graph, &loss, &seed_leaf, 1, leaves, LEAVES, grads));
         for (int i = 0; i < LEAVES; i++) {
-            graph->pass = CG_BACKWARD;
+            CG_WITHIN(graph, NULL, CG_BACKWARD, NULL);
             if (roll(d, 2))
                 cg_keep(grads[i]);
             else
                 T_APPLY(&t_bump, NULL, sums[i], grads[i]);
         }
-        graph->pass = CG_OPTIMIZE;
-        if (!leaves[0]->external) T_APPLY(&t_bump, NULL, leaves[0], cg_scale(graph, grads[0], -0.1));
-        graph->pass = CG_FORWARD;
+        if (!leaves[0]->external) {
+            CG_WITHIN(graph, NULL, CG_OPTIMIZE, NULL);
+            T_APPLY(&t_bump, NULL, leaves[0], cg_scale(graph, grads[0], -0.1));
+        }
         if (roll(d, 2)) cg_recompute(graph, policies[roll(d, 7)], NULL);
     }
     if (roll(d, 3) == 0) cg_keep_choices(graph);
@@ -559,7 +559,7 @@ END_TEST
 START_TEST(alias_in_backward_saves_nothing) {
     cg_graph *graph = cg_graph_new(&t_ops);
     cg_value *y = cg_scale(graph, t_leaf(graph, CG_LEAF_INPUT, "x", 8), 2);
-    graph->pass = CG_BACKWARD;
+    CG_WITHIN(graph, NULL, CG_BACKWARD, NULL);
     cg_value *seen = cg_keep(cg_reshape(graph, y, CG_SHAPE(2, 4)));
     for (int k = 0; k < 2; k++) {
         int n;
@@ -600,7 +600,7 @@ START_TEST(sizes_that_do_not_fit) {
     cg_graph_free(graph);
 
     graph = cg_graph_new(&t_ops); /* the graph's own sentence */
-    cg_scope_push(graph, "layer3");
+    CG_SCOPE(graph, "layer3");
     cg_scale(graph, NULL, 2);
     expect_no_plan(graph, "layer3: scale: input x is missing");
     cg_graph_free(graph);
@@ -655,7 +655,7 @@ START_TEST(large_graph_plans_fast) {
     cg_graph *graph = cg_graph_new(&t_ops);
     cg_value *x = t_leaf(graph, CG_LEAF_PARAMETER, "x", 1000), *w[100], *grads[100];
     for (int layer = 0; layer < 100; layer++) {
-        cg_scope_push(graph, "layer%d", layer);
+        CG_SCOPE(graph, "layer%d", layer);
         w[layer] = t_leaf(graph, CG_LEAF_PARAMETER, "w", 1000);
         for (int k = 0; k < 3; k++) {
             cg_value *y = T_APPLY(&t_relu, NULL, T_APPLY(&t_mul, NULL, x, w[layer]));
@@ -665,7 +665,6 @@ START_TEST(large_graph_plans_fast) {
             y = T_APPLY(&t_part, (&(t_range){50, 1000}), y);
             x = cg_add(graph, x, y);
         }
-        cg_scope_pop(graph);
     }
     cg_value *loss = cg_keep(T_APPLY(&t_sum, NULL, x)), *seed_leaf = t_leaf(graph, CG_LEAF_INPUT, "seed", 1);
     ck_assert(cg_autodiff(graph, &loss, &seed_leaf, 1, w, 100, grads));

@@ -27,10 +27,9 @@ static net scoped_net(void) {
     net m = {.graph = cg_graph_new(&t_ops), .n = 1};
     cg_value *x = m.w[0] = t_leaf(m.graph, CG_LEAF_PARAMETER, "w", 8);
     for (int i = 0; i < SCOPES; i++) {
-        strcpy(m.graph->scope, scopes[i]);
+        CG_WITHIN(m.graph, scopes[i], CG_FORWARD, NULL);
         x = relu(m.graph, cg_scale(m.graph, x, 1.5));
     }
-    m.graph->scope[0] = 0;
     m.loss = T_APPLY_IN(m.graph, &t_sum, NULL, x);
     net_backward(&m);
     return m;
@@ -103,10 +102,12 @@ START_TEST(scope_patterns) {
     for (size_t k = 0; k < sizeof policies / sizeof *policies; k++) {
         net m = scoped_net();
         int n_clones, want = 0;
-        strcpy(m.graph->scope, "elsewhere");
-        if (!cg_recompute(m.graph, policies[k].policy, &n_clones)) t_expect_fine(m.graph);
-        ck_assert_str_eq(m.graph->scope, "elsewhere");
-        ck_assert_int_eq(m.graph->pass, CG_FORWARD);
+        {
+            CG_SCOPE(m.graph, "elsewhere");
+            if (!cg_recompute(m.graph, policies[k].policy, &n_clones)) t_expect_fine(m.graph);
+            ck_assert_str_eq(cg_scope_now(m.graph), "elsewhere");
+            ck_assert_int_eq(cg_pass_now(m.graph), CG_FORWARD);
+        }
         for (int i = 0; i < SCOPES; i++) {
             int found = 0;
             for (int n = 0; n < m.graph->n_nodes; n++) {
@@ -173,7 +174,7 @@ static net two_layers(void) {
     cg_graph *graph = m.graph;
     cg_value *x = t_leaf(graph, CG_LEAF_INPUT, "x", 40);
     for (int layer = 0; layer < 2; layer++) {
-        cg_scope_push(graph, "layer%d", layer);
+        CG_SCOPE(graph, "layer%d", layer);
         m.w[layer] = t_leaf(graph, CG_LEAF_PARAMETER, layer ? "w1" : "w0", 40);
         cg_value *y = mul(graph, x, m.w[layer]);
         y = relu(graph, cg_add(graph, cg_scale(graph, y, 1.25), x));
@@ -182,7 +183,6 @@ static net two_layers(void) {
         cg_value *part = T_APPLY(&t_pick, NULL, mul(graph, y, y), index);
         cg_value *rows = cg_reshape(graph, T_APPLY(&t_join, NULL, part, part), CG_SHAPE(4, 10));
         x = mul(graph, cg_reshape(graph, rows, CG_SHAPE(40)), z);
-        cg_scope_pop(graph);
     }
     m.loss = T_APPLY(&t_sum, NULL, mul(graph, x, x));
     net_backward(&m);
@@ -251,12 +251,15 @@ START_TEST(layers_are_chained) {
     for (int k = 0; k < 7; k++) {
         net m = {.graph = cg_graph_new(&t_ops), .n = 1};
         m.w[0] = t_leaf(m.graph, CG_LEAF_PARAMETER, "x", 1);
-        cg_scope_push(m.graph, "layer1");
-        cg_value *y = cg_scale(m.graph, m.w[0], 2);
-        cg_scope_pop(m.graph);
-        cg_scope_push(m.graph, "layer2");
-        m.loss = mul(m.graph, y, y);
-        cg_scope_pop(m.graph);
+        cg_value *y;
+        {
+            CG_SCOPE(m.graph, "layer1");
+            y = cg_scale(m.graph, m.w[0], 2);
+        }
+        {
+            CG_SCOPE(m.graph, "layer2");
+            m.loss = mul(m.graph, y, y);
+        }
         net_backward(&m);
         ck_assert(cg_recompute(m.graph, policies[k], NULL));
         cg_plan *plan = t_plan(m.graph, NULL);
@@ -325,12 +328,16 @@ START_TEST(one_clone_per_group) {
     cg_graph *graph = m.graph;
     m.w[0] = t_leaf(graph, CG_LEAF_PARAMETER, "w", 8);
     cg_value *y = cg_scale(graph, m.w[0], 3);
-    cg_scope_push(graph, "a");
-    cg_value *a = mul(graph, mul(graph, y, m.w[0]), y);
-    cg_scope_pop(graph);
-    cg_scope_push(graph, "b");
-    cg_value *b = mul(graph, a, y);
-    cg_scope_pop(graph);
+    cg_value *a;
+    {
+        CG_SCOPE(graph, "a");
+        a = mul(graph, mul(graph, y, m.w[0]), y);
+    }
+    cg_value *b;
+    {
+        CG_SCOPE(graph, "b");
+        b = mul(graph, a, y);
+    }
     m.loss = T_APPLY(&t_sum, NULL, b);
     net_backward(&m);
     int n_clones;
@@ -364,13 +371,12 @@ START_TEST(peak_falls) {
         net m = {.graph = cg_graph_new(&t_ops), .n = 8};
         cg_value *x = t_leaf(m.graph, CG_LEAF_INPUT, "x", 64);
         for (int layer = 0; layer < 8; layer++) {
-            cg_scope_push(m.graph, "layer%d", layer);
+            CG_SCOPE(m.graph, "layer%d", layer);
             m.w[layer] = t_leaf(m.graph, CG_LEAF_PARAMETER, "w", 64);
             cg_value *wide = mul(m.graph, x, m.w[layer]);
             for (int d = 0; d < 3; d++) wide = T_APPLY_IN(m.graph, &t_join, NULL, wide, wide);
             wide = relu(m.graph, mul(m.graph, wide, wide));
             x = T_APPLY_IN(m.graph, &t_part, (&(t_range){100, 64}), wide);
-            cg_scope_pop(m.graph);
         }
         m.loss = T_APPLY_IN(m.graph, &t_sum, NULL, x);
         net_backward(&m);
@@ -402,9 +408,10 @@ START_TEST(a_clone_that_differs_is_caught) {
     cg_op_set ops = {list, 5, &cg_op_add, &cg_op_zeros};
     net m = {.graph = cg_graph_new(&ops), .n = 1};
     m.w[0] = t_leaf(m.graph, CG_LEAF_PARAMETER, "w", 6);
-    cg_scope_push(m.graph, "layer4");
-    m.loss = T_APPLY_IN(m.graph, &t_sum, NULL, T_APPLY_IN(m.graph, &impure, NULL, m.w[0]));
-    cg_scope_pop(m.graph);
+    {
+        CG_SCOPE(m.graph, "layer4");
+        m.loss = T_APPLY_IN(m.graph, &t_sum, NULL, T_APPLY_IN(m.graph, &impure, NULL, m.w[0]));
+    }
     net_backward(&m);
     ck_assert(cg_recompute(m.graph, "relu", NULL));
     cg_error error = {0};
@@ -474,15 +481,17 @@ START_TEST(changed_leaves_are_seen) {
         cg_value *w = m.w[0] = t_leaf(m.graph, CG_LEAF_PARAMETER, "w", 6),
                  *x = t_leaf(m.graph, CG_LEAF_INPUT, "x", 6);
         if (when == 0) T_APPLY_IN(m.graph, &t_bump, NULL, x, w);
-        cg_scope_push(m.graph, "net");
-        cg_value *flat = cg_reshape(m.graph, x, CG_SHAPE(6)); /* seen through an alias, too */
-        m.loss = T_APPLY_IN(m.graph, &t_sum, NULL, relu(m.graph, mul(m.graph, flat, w)));
-        cg_scope_pop(m.graph);
+        {
+            CG_SCOPE(m.graph, "net");
+            cg_value *flat = cg_reshape(m.graph, x, CG_SHAPE(6)); /* seen through an alias, too */
+            m.loss = T_APPLY_IN(m.graph, &t_sum, NULL, relu(m.graph, mul(m.graph, flat, w)));
+        }
         if (when == 1) T_APPLY_IN(m.graph, &t_bump, NULL, x, w);
         net_backward(&m);
-        m.graph->pass = when == 2 ? CG_BACKWARD : CG_OPTIMIZE;
-        if (when >= 2) T_APPLY_IN(m.graph, &t_bump, NULL, when == 2 ? x : w, m.dw[0]);
-        m.graph->pass = CG_FORWARD;
+        if (when >= 2) {
+            CG_WITHIN(m.graph, NULL, when == 2 ? CG_BACKWARD : CG_OPTIMIZE, NULL);
+            T_APPLY_IN(m.graph, &t_bump, NULL, when == 2 ? x : w, m.dw[0]);
+        }
         bool ok = cg_recompute(m.graph, "mul,relu", NULL);
         ck_assert_int_eq(ok, when != 1);
         if (!ok) t_expect_failed(m.graph, "net: recompute: mul cannot run again, x was changed in between");

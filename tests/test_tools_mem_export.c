@@ -402,14 +402,13 @@ END_TEST
 START_TEST(snapshot_of_a_small_graph) {
     cg_graph *graph = cg_graph_new(&t_ops);
     cg_value *w = t_leaf(graph, CG_LEAF_PARAMETER, "w", 16); /* 128 bytes */
-    cg_scope_push(graph, "layer%d", 0);
-    cg_scope_push(graph, "attn");
-    cg_value *x = cg_scale(graph, w, 2);                                        /* 0 */
-    cg_value *y = T_APPLY(&t_relu, NULL, cg_reshape(graph, x, CG_SHAPE(4, 4))); /* 1, 2: takes x's place */
-    cg_value *z = T_APPLY(&t_join, NULL, y, y);                                 /* 3: 256 bytes of workspace */
-    cg_scope_pop(graph);
-    cg_scope_pop(graph);
-    cg_keep(z);
+    {
+        CG_SCOPE(graph, "layer%d", 0);
+        CG_SCOPE(graph, "attn");
+        cg_value *x = cg_scale(graph, w, 2);                                        /* 0 */
+        cg_value *y = T_APPLY(&t_relu, NULL, cg_reshape(graph, x, CG_SHAPE(4, 4))); /* 1, 2: takes x's place */
+        cg_keep(T_APPLY(&t_join, NULL, y, y)); /* 3: 256 bytes of workspace */
+    }
     cg_error error = {0};
     mem_row *row = calloc(1, sizeof *row);
     row_of(row, graph, cg_plan_make(graph, NULL, &error), true);
@@ -749,9 +748,8 @@ END_TEST
 START_TEST(a_step_beyond_all_addresses_is_refused) {
     cg_graph *graph = cg_graph_new(&t_ops);
     for (int i = 0; i < 8; i++) { /* 8 of 2^50 - 2^41 bytes, which would fit without their sums */
-        cg_scope_push(graph, "part%d", i);
+        CG_SCOPE(graph, "part%d", i);
         cg_keep(T_APPLY(&t_sum, NULL, t_leaf(graph, CG_LEAF_PARAMETER, "x", INT64_C(511) << 38)));
-        cg_scope_pop(graph);
     }
     t_expect_fine(graph);
     cg_error error = {0};

@@ -55,16 +55,13 @@ static int64_t capacity(const builder *b, int64_t ratio) { return ratio ? b->opt
 static const cg_rows *rows_of(builder *b, int64_t ratio) {
     cg_rows *rows = &b->rows[ratio_index(ratio)];
     if (rows->rows || cg_graph_error(b->graph)) return rows;
-    char outer[sizeof b->graph->scope];
-    memcpy(outer, b->graph->scope, sizeof outer);
-    b->graph->scope[0] = 0;
-    cg_scope_push(b->graph, "rows%lld", (long long)ratio);
+    CG_WITHIN(b->graph, "", cg_pass_now(b->graph), NULL);
+    CG_SCOPE(b->graph, "rows%lld", (long long)ratio);
     *rows = cg_segment_rows(b->graph, b->model->cu_seqlens, b->model->seqlens, b->options->n_rows, ratio,
                             capacity(b, ratio));
     if (ratio)
         b->visible[ratio_index(ratio)] =
             cg_visible_indices(b->graph, rows->rows, b->options->max_seqlen / ratio);
-    memcpy(b->graph->scope, outer, sizeof outer);
     return rows;
 }
 
@@ -93,7 +90,7 @@ static cg_value *compress(builder *b, cg_value *x, int64_t ratio, int64_t width,
     const cg_rows *rows = rows_of(b, ratio);
     bool overlap = ratio == CG_RATIO_CSA;
     int64_t columns = overlap ? 2 * width : width;
-    cg_scope_push(g, "compressor");
+    CG_SCOPE(g, "compressor");
     cg_value *content = project(b, x, "wkv.weight", columns, indexer);
     cg_value *gate = project(b, x, "wgate.weight", columns, indexer);
     cg_value *ape = param(b, "ape", CG_SHAPE(ratio, columns), CG_INIT_NORMAL, false, indexer);
@@ -101,15 +98,14 @@ static cg_value *compress(builder *b, cg_value *x, int64_t ratio, int64_t width,
         cg_csa_compress(g, content, gate, ape, rows->entries, rows->entry_positions, ratio, overlap);
     pooled = normalize(b, pooled, "norm.weight", indexer);
     cg_rope_attr rope = rope_of(b->config, ratio, false);
-    pooled = cg_rope(g, pooled, rows->entry_positions, &rope);
-    cg_scope_pop(g);
-    return pooled;
+    return cg_rope(g, pooled, rows->entry_positions, &rope);
 }
 
 /* Queries, head weights and keys of the Lightning Indexer (spec 4), from detached hidden states and query
  * latents: nothing of its loss reaches the rest of the model. */
 static cg_indexer build_indexer(builder *b, cg_value *x, cg_value *q_latent) {
     cg_graph *g = b->graph;
+    CG_SCOPE(g, "attn");
     const cg_config *c = b->config;
     int64_t n_rows = b->options->n_rows, n_heads = c->index_n_heads, width = c->index_head_dim;
     x = cg_detach(g, x);
@@ -167,6 +163,7 @@ static cg_value *build_health(builder *b, const cg_indexer *ix, const cg_attenti
 /* Attention of one layer (spec 2, 5): x [T, hidden] -> [T, hidden]. */
 static cg_value *attention_block(builder *b, cg_value *x, cg_dsv4_layer *layer) {
     cg_graph *g = b->graph;
+    CG_SCOPE(g, "attn");
     const cg_config *c = b->config;
     int64_t n_rows = b->options->n_rows, n_heads = c->num_attention_heads, width = c->head_dim,
             ratio = layer->ratio;
@@ -188,10 +185,9 @@ static cg_value *attention_block(builder *b, cg_value *x, cg_dsv4_layer *layer) 
     bool wants_health = ratio == CG_RATIO_CSA && b->options->with_health;
     cg_indexer ix = {0};
     if (ratio == CG_RATIO_CSA) {
-        cg_scope_push(g, "indexer");
+        CG_SCOPE(g, "indexer");
         ix = build_indexer(b, x, q_latent);
         topk = layer->topk = select_rows(b, &ix);
-        cg_scope_pop(g);
     } else if (ratio) {
         topk = all_visible(b, ratio);
     }
@@ -200,10 +196,11 @@ static cg_value *attention_block(builder *b, cg_value *x, cg_dsv4_layer *layer) 
     cg_attention attention = cg_csa_attention(g, q, kv, ckv, sink, topk, rows->rows, c->sliding_window, scale,
                                               sparse_teacher ? c->teacher : CG_TEACHER_NONE);
     layer->lse = attention.lse;
-    cg_scope_push(g, "indexer");
-    if (wants_loss) layer->indexer_loss = indexer_loss(b, &ix, &attention, q, ckv, sink, topk, scale);
-    if (wants_health) layer->health = build_health(b, &ix, &attention, q, ckv, topk, scale);
-    cg_scope_pop(g);
+    {
+        CG_SCOPE(g, "indexer");
+        if (wants_loss) layer->indexer_loss = indexer_loss(b, &ix, &attention, q, ckv, sink, topk, scale);
+        if (wants_health) layer->health = build_health(b, &ix, &attention, q, ckv, topk, scale);
+    }
 
     /* values carry the rotation of their own position; turning back by the query's makes it relative (spec 2.2)
      */
@@ -218,6 +215,7 @@ static cg_value *attention_block(builder *b, cg_value *x, cg_dsv4_layer *layer) 
 
 /* The feed-forward half: one dense SwiGLU. Experts take its place behind the same signature. */
 static cg_value *feed_forward(builder *b, cg_value *x) {
+    CG_SCOPE(b->graph, "ffn");
     const cg_config *c = b->config;
     cg_value *gate = project(b, x, "w1.weight", c->intermediate_size, false);
     cg_value *up = project(b, x, "w3.weight", c->intermediate_size, false);
@@ -229,15 +227,10 @@ static cg_value *feed_forward(builder *b, cg_value *x) {
 static cg_value *block(builder *b, cg_value *stream, cg_dsv4_layer *layer) {
     cg_graph *g = b->graph;
     cg_value *x = normalize(b, stream, "attn_norm.weight", false);
-    cg_scope_push(g, "attn");
     layer->attended = attention_block(b, x, layer);
-    cg_scope_pop(g);
     stream = cg_add(g, stream, layer->attended);
     x = normalize(b, stream, "ffn_norm.weight", false);
-    cg_scope_push(g, "ffn");
-    cg_value *fed = feed_forward(b, x);
-    cg_scope_pop(g);
-    return cg_add(g, stream, fed);
+    return cg_add(g, stream, feed_forward(b, x));
 }
 
 static void build_inputs(builder *b) {
@@ -265,9 +258,10 @@ bool cg_dsv4_build(cg_graph *graph, const cg_config *config, const cg_dsv4_optio
     for (int i = 0; i < model->n_layers && !cg_graph_error(graph); i++) {
         cg_dsv4_layer *layer = &model->layers[i];
         layer->ratio = config->compress_ratios[i];
-        cg_scope_push(graph, "layer%d", i);
-        stream = block(&b, stream, layer);
-        cg_scope_pop(graph);
+        {
+            CG_SCOPE(graph, "layer%d", i);
+            stream = block(&b, stream, layer);
+        }
         if (layer->indexer_loss) loss = loss ? cg_add(graph, loss, layer->indexer_loss) : layer->indexer_loss;
     }
     stream = normalize(&b, stream, "norm.weight", false);

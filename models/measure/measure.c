@@ -87,48 +87,51 @@ static void build_part_graph(cg_step *step, const cg_config *c, const cg_workloa
     const cg_dtype statistic = cg_statistic_dtype(c->dtype);
     cg_value *cu_seqlens = input(g, "cu_seqlens", CG_I32, CG_SHAPE(n_segments + 1), false);
     cg_value *seqlens = input(g, "seqlens", CG_I32, CG_SHAPE(n_segments), false);
-    cg_scope_push(g, "rows%d", CG_RATIO_CSA);
-    cg_value *rows = cg_segment_rows(g, cu_seqlens, seqlens, T, CG_RATIO_CSA, C).rows;
-    cg_scope_pop(g);
-    cg_value *topk = NULL, *teacher = NULL;
+    cg_value *rows, *topk = NULL, *teacher = NULL;
+    {
+        CG_SCOPE(g, "rows%d", CG_RATIO_CSA);
+        rows = cg_segment_rows(g, cu_seqlens, seqlens, T, CG_RATIO_CSA, C).rows;
+    }
     cg_indexer indexer = {0};
-    cg_scope_push(g, "layer0");
-    cg_scope_push(g, "attn");
-    cg_scope_push(g, "indexer");
-    if (indexes) {
-        cg_value *q = wrt[n_wrt++] =
-            input(g, "q", c->dtype, CG_SHAPE(T, c->index_n_heads, c->index_head_dim), true);
-        cg_value *weights = wrt[n_wrt++] = input(g, "w", c->dtype, CG_SHAPE(T, c->index_n_heads), true);
-        cg_value *k = wrt[n_wrt++] = input(g, "k", c->dtype, CG_SHAPE(C, c->index_head_dim), true);
-        indexer = cg_indexer_new(g, form, q, weights, k);
-        topk = cg_indexer_select(g, &indexer, rows, K);
-        if (w->keep_results) cg_keep(topk);
-    } else {
-        topk = input(g, "topk", CG_I32, CG_SHAPE(T, K), false);
+    {
+        CG_SCOPE(g, "layer0");
+        CG_SCOPE(g, "attn");
+        {
+            CG_SCOPE(g, "indexer");
+            if (indexes) {
+                cg_value *q = wrt[n_wrt++] =
+                    input(g, "q", c->dtype, CG_SHAPE(T, c->index_n_heads, c->index_head_dim), true);
+                cg_value *weights = wrt[n_wrt++] = input(g, "w", c->dtype, CG_SHAPE(T, c->index_n_heads), true);
+                cg_value *k = wrt[n_wrt++] = input(g, "k", c->dtype, CG_SHAPE(C, c->index_head_dim), true);
+                indexer = cg_indexer_new(g, form, q, weights, k);
+                topk = cg_indexer_select(g, &indexer, rows, K);
+                if (w->keep_results) cg_keep(topk);
+            } else {
+                topk = input(g, "topk", CG_I32, CG_SHAPE(T, K), false);
+            }
+            if (!attends) teacher = input(g, "teacher", statistic, CG_SHAPE(T, K), false);
+        }
+        if (attends) {
+            cg_value *q = wrt[n_wrt++] = input(g, "q", c->dtype, CG_SHAPE(T, c->num_attention_heads, D), true);
+            cg_value *kv = wrt[n_wrt++] = input(g, "kv", c->dtype, CG_SHAPE(T, D), true);
+            cg_value *ckv = wrt[n_wrt++] = input(g, "ckv", c->dtype, CG_SHAPE(C, D), true);
+            cg_value *sink = wrt[n_wrt++] = input(g, "sink", statistic, CG_SHAPE(c->num_attention_heads), true);
+            cg_attention attention = cg_csa_attention(g, q, kv, ckv, sink, topk, rows, c->sliding_window,
+                                                      1 / sqrt((double)D), c->teacher);
+            teacher = attention.teacher;
+            outputs[n_outputs] = cg_keep(attention.out);
+            seeds[n_outputs++] = input(g, "dout", c->dtype, CG_SHAPE(T, c->num_attention_heads, D), false);
+            if (!indexes || w->keep_results) cg_keep(teacher);
+        }
+        if (indexes) {
+            {
+                CG_SCOPE(g, "indexer");
+                outputs[n_outputs] =
+                    cg_keep(cg_indexer_loss(g, &indexer, topk, teacher, rows, c->indexer_loss_coeff));
+            }
+            seeds[n_outputs++] = step->seed = input(g, "seed", statistic, CG_SHAPE(1), false);
+        }
     }
-    if (!attends) teacher = input(g, "teacher", statistic, CG_SHAPE(T, K), false);
-    cg_scope_pop(g);
-    if (attends) {
-        cg_value *q = wrt[n_wrt++] = input(g, "q", c->dtype, CG_SHAPE(T, c->num_attention_heads, D), true);
-        cg_value *kv = wrt[n_wrt++] = input(g, "kv", c->dtype, CG_SHAPE(T, D), true);
-        cg_value *ckv = wrt[n_wrt++] = input(g, "ckv", c->dtype, CG_SHAPE(C, D), true);
-        cg_value *sink = wrt[n_wrt++] = input(g, "sink", statistic, CG_SHAPE(c->num_attention_heads), true);
-        cg_attention attention = cg_csa_attention(g, q, kv, ckv, sink, topk, rows, c->sliding_window,
-                                                  1 / sqrt((double)D), c->teacher);
-        teacher = attention.teacher;
-        outputs[n_outputs] = cg_keep(attention.out);
-        seeds[n_outputs++] = input(g, "dout", c->dtype, CG_SHAPE(T, c->num_attention_heads, D), false);
-        if (!indexes || w->keep_results) cg_keep(teacher);
-    }
-    if (indexes) {
-        cg_scope_push(g, "indexer");
-        cg_value *loss = cg_indexer_loss(g, &indexer, topk, teacher, rows, c->indexer_loss_coeff);
-        cg_scope_pop(g);
-        outputs[n_outputs] = cg_keep(loss);
-        seeds[n_outputs++] = step->seed = input(g, "seed", statistic, CG_SHAPE(1), false);
-    }
-    cg_scope_pop(g);
-    cg_scope_pop(g);
     cg_autodiff(g, outputs, seeds, n_outputs, wrt, n_wrt, step->grads);
     for (int i = 0; i < n_wrt; i++) cg_keep(step->grads[i]);
 }

@@ -20,10 +20,8 @@ static bool allocate(cg_step *step) {
 static cg_value *companion(cg_graph *graph, const cg_value *param, cg_leaf_kind kind, const char *suffix) {
     char name[128];
     snprintf(name, sizeof name, "%s.%s", param->name, suffix);
-    strcpy(graph->scope, param->scope);
-    cg_value *leaf = cg_leaf(graph, kind, name, param->dtype, param->shape);
-    graph->scope[0] = 0;
-    return leaf;
+    CG_WITHIN(graph, param->scope, CG_FORWARD, NULL);
+    return cg_leaf(graph, kind, name, param->dtype, param->shape);
 }
 
 static void build_backward(cg_step *step, const cg_config *config) {
@@ -39,9 +37,8 @@ static void build_backward(cg_step *step, const cg_config *config) {
     step->keep = cg_leaf(g, CG_LEAF_INPUT, "keep", cg_statistic_dtype(config->dtype), CG_SHAPE(1));
     for (int p = 0; p < m->n_params && !cg_graph_error(g); p++) {
         cg_value *sum = companion(g, wrt[p], CG_LEAF_GRADIENT, "grad");
-        strcpy(g->scope, wrt[p]->scope);
+        CG_WITHIN(g, wrt[p]->scope, CG_BACKWARD, NULL);
         cg_accumulate(g, sum, step->grads[p], step->keep);
-        g->scope[0] = 0;
         step->grads[p] = sum;
     }
 }
@@ -60,10 +57,9 @@ static void build_optimizer(cg_step *step, const cg_config *config) {
                               .max_norm = config->max_grad_norm};
         step->m[p] = companion(g, param->value, CG_LEAF_OPTIMIZER, "m");
         step->v[p] = companion(g, param->value, CG_LEAF_OPTIMIZER, "v");
-        strcpy(g->scope, param->value->scope);
+        CG_WITHIN(g, param->value->scope, CG_OPTIMIZE, NULL);
         cg_adamw(g, param->value, step->m[p], step->v[p], step->grads[p], step->grad_norm, step->schedule,
                  &attr);
-        g->scope[0] = 0;
     }
 }
 

@@ -63,10 +63,8 @@ const cg_op cg_op_accumulate = {
 };
 
 void cg_accumulate(cg_graph *graph, cg_value *sum, cg_value *grad, cg_value *keep) {
-    const cg_pass pass = graph->pass;
-    graph->pass = CG_BACKWARD;
+    CG_WITHIN(graph, NULL, CG_BACKWARD, NULL);
     cg_apply(graph, &cg_op_accumulate, NULL, (cg_value *[]){sum, grad, keep}, 3);
-    graph->pass = pass;
 }
 
 #else

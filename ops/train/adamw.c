@@ -194,10 +194,8 @@ const cg_op cg_op_adamw = {
 
 void cg_adamw(cg_graph *graph, cg_value *param, cg_value *m, cg_value *v, cg_value *grad, cg_value *norm,
               cg_value *schedule, const cg_adamw_attr *attr) {
-    const cg_pass pass = graph->pass;
-    graph->pass = CG_OPTIMIZE;
+    CG_WITHIN(graph, NULL, CG_OPTIMIZE, NULL);
     cg_apply(graph, &cg_op_adamw, attr, (cg_value *[]){param, m, v, grad, norm, schedule}, 6);
-    graph->pass = pass;
 }
 
 #else

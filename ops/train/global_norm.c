@@ -65,11 +65,8 @@ const cg_op cg_op_global_norm = {
 };
 
 cg_value *cg_global_norm(cg_graph *graph, cg_value *const *grads, int n) {
-    const cg_pass pass = graph->pass;
-    graph->pass = CG_OPTIMIZE;
-    cg_value *norm = cg_apply(graph, &cg_op_global_norm, NULL, grads, n);
-    graph->pass = pass;
-    return norm;
+    CG_WITHIN(graph, NULL, CG_OPTIMIZE, NULL);
+    return cg_apply(graph, &cg_op_global_norm, NULL, grads, n);
 }
 
 #else
