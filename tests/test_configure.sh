@@ -39,3 +39,12 @@ if command -v g++ >/dev/null || command -v c++ >/dev/null || command -v clang++ 
     ! grep 'skipped: there is no C++ compiler' "$folder/build/tests/CTestTestfile.cmake" ||
         fail "a C++ compiler that came later is not found"
 fi
+
+# An op whose table is not written as the build looks for it must stop the configuration.
+mkdir "$folder/copy"
+for part in CMakeLists.txt core graph ops models tools tests; do cp -R "$source/$part" "$folder/copy"; done
+sed -i 's/^const cg_op cg_op_relu_grad =/const  cg_op cg_op_relu_grad =/' "$folder/copy/ops/nn/relu.c"
+if CC="$compiler" "$cmake" -S "$folder/copy" -B "$folder/lost" -DCSAGRAD_CUDA=OFF >"$folder/log" 2>&1 ||
+    ! grep -q 'ops/nn/relu.c: each table of an op' "$folder/log"; then
+    fail "an op vanishes: $(cat "$folder/log")"
+fi
