@@ -105,7 +105,6 @@ static cg_value *compress(builder *b, cg_value *x, int64_t ratio, int64_t width,
  * latents: nothing of its loss reaches the rest of the model. */
 static cg_indexer build_indexer(builder *b, cg_value *x, cg_value *q_latent) {
     cg_graph *g = b->graph;
-    CG_SCOPE(g, "attn");
     const cg_config *c = b->config;
     int64_t n_rows = b->options->n_rows, n_heads = c->index_n_heads, width = c->index_head_dim;
     x = cg_detach(g, x);
@@ -163,7 +162,6 @@ static cg_value *build_health(builder *b, const cg_indexer *ix, const cg_attenti
 /* Attention of one layer (spec 2, 5): x [T, hidden] -> [T, hidden]. */
 static cg_value *attention_block(builder *b, cg_value *x, cg_dsv4_layer *layer) {
     cg_graph *g = b->graph;
-    CG_SCOPE(g, "attn");
     const cg_config *c = b->config;
     int64_t n_rows = b->options->n_rows, n_heads = c->num_attention_heads, width = c->head_dim,
             ratio = layer->ratio;
@@ -227,7 +225,10 @@ static cg_value *feed_forward(builder *b, cg_value *x) {
 static cg_value *block(builder *b, cg_value *stream, cg_dsv4_layer *layer) {
     cg_graph *g = b->graph;
     cg_value *x = normalize(b, stream, "attn_norm.weight", false);
-    layer->attended = attention_block(b, x, layer);
+    {
+        CG_SCOPE(g, "attn");
+        layer->attended = attention_block(b, x, layer);
+    }
     stream = cg_add(g, stream, layer->attended);
     x = normalize(b, stream, "ffn_norm.weight", false);
     return cg_add(g, stream, feed_forward(b, x));
