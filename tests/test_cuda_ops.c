@@ -249,7 +249,8 @@ START_TEST(tables_are_complete) {
         for (cg_dtype d = CG_F32; d <= CG_I32; d++)
             if (!cg_op_kernel(op, d) != !plain->launch[d])
                 ck_abort_msg("%s: the CPU and plain differ in what they do for %s", op->name, cg_dtype_name(d));
-        if (holds_bf16(op) && !plain->launch[CG_BF16]) ck_abort_msg("%s: plain has no kernel for bf16", op->name);
+        if (holds_bf16(op) && !plain->launch[CG_BF16])
+            ck_abort_msg("%s: plain has no kernel for bf16", op->name);
         bool errs = false;
         for (int c = 0; c < op->n_cases; c++) errs |= op->cases[c].run_error != NULL;
         if (errs != (kernels->describe != NULL))

@@ -76,9 +76,15 @@ static void expect_text(const char *part, const char *text) {
 
 static const cg_dtype reals[] = {CG_F32, CG_F64, CG_BF16};
 
+/* NULL when another op alone is asked for, by whoever works on one: CSAGRAD_TEST_OP=relu. */
+static const cg_op *is_wanted(const cg_op *op) {
+    const char *only = getenv("CSAGRAD_TEST_OP");
+    return !only || !strcmp(only, op->name) ? op : NULL;
+}
+
 #define FOR_EACH_OP(op)                                                                                        \
     for (int o_ = 0; o_ < cg_all_ops.n; o_++)                                                                  \
-        for (const cg_op *op = cg_all_ops.list[o_]; op; op = NULL)
+        for (const cg_op *op = is_wanted(cg_all_ops.list[o_]); op; op = NULL)
 
 #define FOR_EACH_CASE(op, c)                                                                                   \
     for (int c_ = 0; c_ < (op)->n_cases; c_++)                                                                 \

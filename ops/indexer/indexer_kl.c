@@ -105,7 +105,7 @@ static cg_cost indexer_kl_grad_cost(const cg_node *node) {
     { .shape = CG_DIMS(3, 4) }
 #define PLAIN_TEACHER                                                                                          \
     {                                                                                                          \
-        .shape = CG_DIMS(3, 4), .real = (double[]) { .125, .5, .25, .125, 0, 0, .25, .5, .5, .25, .25, 0 }    \
+        .shape = CG_DIMS(3, 4), .real = (double[]) { .125, .5, .25, .125, 0, 0, .25, .5, .5, .25, .25, 0 }     \
     }
 #define PLAIN_ROWS                                                                                             \
     {                                                                                                          \
