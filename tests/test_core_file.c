@@ -355,7 +355,7 @@ START_TEST(unfinished_files_are_removed) {
     put(at("cancelled.tmp"), "another's", 9);
     cg_file_writer *writers[20];
     for (int i = 0; i < 20; i++) {
-        char name[8];
+        char name[16];
         snprintf(name, sizeof name, "w%d", i);
         ck_assert_ptr_nonnull(writers[i] = cg_file_begin(at(name), NULL));
     }
